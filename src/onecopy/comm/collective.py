@@ -1,0 +1,145 @@
+"""One collective under way: a program of messages that the calling thread moves forward.
+
+A transport (`transport.py`) writes each collective as a generator that posts messages and yields the work to wait
+for. `Collective` runs it: to the first wait when it is issued, on to the next at each `advance`, to the end at
+`finish`. That keeps every wait in one place, which knows the time limit and can say who is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from onecopy.comm.ledger import Ledger
+from onecopy.errors import CollectiveError, CollectiveTimeout
+
+
+class Work(Protocol):
+    """What torch.distributed returns for an asynchronous call."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class Posted:
+    """A message under way and the rank at its other end (None: all of them)."""
+
+    work: Work
+    peer: int | None
+
+
+Program = Iterator[Sequence[Posted]]
+"""A collective's messages: each item is what must arrive before the program may go on."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a collective is for, as the ledger and an error message name it."""
+
+    op: str
+    unit: str
+    axis: str
+
+
+class Collective:
+    """A collective that was issued and may not have finished.
+
+    Args:
+        program: the messages, already bound to their buffers.
+        label: its name in the ledger and in errors.
+        sent: bytes that this rank sends.
+        ledger: where it is booked when it finishes, under the phase in which it was issued.
+
+    Raises:
+        CollectiveTimeout: from any method, when a message did not arrive within the process group's time limit.
+        CollectiveError: from any method, when a peer's connection broke.
+    """
+
+    def __init__(self, program: Program, label: Label, sent: int, ledger: Ledger) -> None:
+        self._program = program
+        self._label = label
+        self._sent = sent
+        self._ledger = ledger
+        self._phase = ledger.phase
+        self._issued = perf_counter()
+        self._exposed = 0.0
+        self._posted: Sequence[Posted] | None = None
+        self._on_finish: list[Callable[[], None]] = []
+        self._step()
+
+    @property
+    def done(self) -> bool:
+        return self._posted is None
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Run ``action`` in the calling thread as soon as the collective has finished."""
+        if self.done:
+            action()
+        else:
+            self._on_finish.append(action)
+
+    def advance(self) -> bool:
+        """Wait for the messages posted so far and post the next ones. Returns whether all is done."""
+        if self._posted is not None:
+            start = perf_counter()
+            self._wait()
+            self._step(start)
+        return self.done
+
+    def finish(self) -> None:
+        """Wait until the collective is done."""
+        while not self.advance():
+            pass
+
+    def _step(self, start: float | None = None) -> None:
+        start = perf_counter() if start is None else start
+        self._posted = next(self._program, None)
+        now = perf_counter()
+        self._exposed += now - start
+        if self._posted is None:
+            self._ledger.record(
+                self._label.op,
+                self._label.unit,
+                self._label.axis,
+                phase=self._phase,
+                sent=self._sent,
+                seconds=now - self._issued,
+                exposed=self._exposed,
+            )
+            for action in self._on_finish:
+                action()
+            self._on_finish.clear()
+
+    def _wait(self) -> None:
+        assert self._posted is not None
+        for position, posted in enumerate(self._posted):
+            try:
+                posted.work.wait()
+            except RuntimeError as error:
+                self._fail(error, self._posted[position:])
+
+    def _fail(self, error: RuntimeError, unfinished: Sequence[Posted]) -> None:
+        """Name the failure. Peers after the first were never waited for: they are missing only if they fail too."""
+        missing = {unfinished[0].peer}
+        for posted in unfinished[1:]:
+            try:
+                if posted.peer not in missing:
+                    posted.work.wait()
+            except RuntimeError:
+                missing.add(posted.peer)
+        ranks = sorted(peer for peer in missing if peer is not None)
+        who = f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}" if ranks else "its peers"
+        subject = f"{self._label.op} of unit {self._label.unit!r}" if self._label.unit else self._label.op
+        what = f"{subject} in {self._phase} over the {self._label.axis} axis"
+        waited = perf_counter() - self._issued
+        if "imed out" in str(error) or "imeout" in str(error):
+            raise CollectiveTimeout(
+                f"{what}: no answer from {who} within {waited:.1f} s. Every rank must run the same number of forward and "
+                f"backward passes through the same units; look there for an error, or raise the process group's timeout."
+            ) from error
+        raise CollectiveError(
+            f"{what}: the connection to {who} broke after {waited:.1f} s. That rank has most likely ended; "
+            f"its own output says why."
+        ) from error

@@ -1,0 +1,177 @@
+"""The mesh: ranks as shard × replicate, and one `Axis` for each, through which all collectives go.
+
+Plain ZeRO has shard = N and replicate = 1; stage 0 replicates over every axis; hybrid sharding (MiCS, HSDP) and
+redundancy for recovery have both. Without a process group every axis has size 1 and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from onecopy.comm.collective import Collective, Label, Program
+from onecopy.comm.ledger import Ledger
+from onecopy.comm.transport import Peers, Transport, transport_for
+from onecopy.errors import SettingsError
+from onecopy.memory.staging import Staging
+
+T = TypeVar("T")
+
+# A gloo message finds its receiver by tag. Ours start far above the small numbers that a user's own messages carry.
+_TAG_BASE: Final = 1 << 24
+_CONTROL_TAGS: Final = {"agree": _TAG_BASE - 1, "norm": _TAG_BASE - 2, "overflow": _TAG_BASE - 3}
+
+
+class Axis:
+    """One axis of the mesh. Every method is a collective over it, booked in the ledger.
+
+    An axis of size 1 sends nothing, and its collectives are done when they return.
+
+    Attributes:
+        name: "shard" or "replicate".
+        size: ranks on the axis.
+        rank: this rank's place on it.
+        ranks: the global rank at each place.
+    """
+
+    def __init__(self, name: str, peers: Peers | None, transport: Transport | None, ledger: Ledger) -> None:
+        self.name = name
+        self.size = peers.size if peers else 1
+        self.rank = peers.rank if peers else 0
+        self.ranks = peers.ranks if peers else (0,)
+        self._peers = peers
+        self._transport = transport
+        self._ledger = ledger
+
+    def all_gather(self, whole: Tensor, unit: str, tag: int) -> Collective | None:
+        """Fill the flat ``whole``, in which this rank's slice is in place. Sends (N-1)/N of it. None: nothing to do."""
+        if self._peers is None or self._transport is None:
+            return None
+        program = self._transport.all_gather(self._peers, whole, _TAG_BASE + tag)
+        return self._issue(program, "all_gather", unit, self._fraction(whole))
+
+    def reduce_scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> Collective | None:
+        """Set ``out`` to the mean of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""
+        if self._peers is None or self._transport is None:
+            out.copy_(whole)
+            return None
+        program = self._transport.reduce_scatter(self._peers, whole, out, _TAG_BASE + tag)
+        return self._issue(program, "reduce_scatter", unit, self._fraction(whole))
+
+    def all_reduce(self, whole: Tensor, unit: str, tag: int) -> Collective | None:
+        """Replace ``whole`` by its mean over the axis. Sends 2(N-1)/N of it."""
+        if self._peers is None or self._transport is None:
+            return None
+        program = self._transport.all_reduce(self._peers, whole, _TAG_BASE + tag)
+        return self._issue(program, "all_reduce", unit, 2 * self._fraction(whole))
+
+    def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> None:
+        """Set ``out`` to this rank's slice of the first rank's ``whole``."""
+        if self._peers is None or self._transport is None:
+            out.copy_(whole)
+            return
+        program = self._transport.scatter(self._peers, whole, out, _TAG_BASE + tag)
+        sent = self._fraction(whole) if self.rank == 0 else 0
+        self._issue(program, "broadcast", unit, sent).finish()
+
+    def broadcast(self, values: Tensor, unit: str, tag: int) -> None:
+        """Replace the flat ``values`` by the first rank's."""
+        if self._peers is None or self._transport is None:
+            return
+        source = values.repeat(self.size) if self.rank == 0 else values
+        program = self._transport.scatter(self._peers, source, values, _TAG_BASE + tag)
+        sent = values.nbytes * (self.size - 1) if self.rank == 0 else 0
+        self._issue(program, "broadcast", unit, sent).finish()
+
+    def combine(self, values: Tensor, op: str, *, maximum: bool = False) -> Collective | None:
+        """Replace a handful of ``values`` (1-D) by their sum or maximum over the axis; a control message."""
+        if self._peers is None or self._transport is None:
+            return None
+        program = self._transport.combine(self._peers, values, maximum, _CONTROL_TAGS[op])
+        return self._issue(program, op, "", values.nbytes * (self.size - 1))
+
+    def exchange_objects(self, own: T) -> list[T]:
+        """Every rank's picklable object, in order of places. For messages to people, not for training."""
+        if self._peers is None:
+            return [own]
+        objects: list[Any] = [None] * self.size
+        dist.all_gather_object(objects, own, group=self._peers.group)
+        return objects
+
+    def _fraction(self, whole: Tensor) -> int:
+        return whole.nbytes // self.size * (self.size - 1)
+
+    def _issue(self, program: Program, op: str, unit: str, sent: int) -> Collective:
+        return Collective(program, Label(op, unit, self.name), sent, self._ledger)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes that one sharded model uses.
+
+    Attributes:
+        shard: slices of a bucket lie along it.
+        replicate: every axis along which the same slice is held again.
+    """
+
+    shard: Axis
+    replicate: tuple[Axis, ...]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (self.shard, *self.replicate)
+
+    @property
+    def size(self) -> int:
+        """Ranks in the mesh."""
+        return self.shard.size * self.copies
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same slice."""
+        product = 1
+        for axis in self.replicate:
+            product *= axis.size
+        return product
+
+
+def make_mesh(
+    mesh: DeviceMesh | None, *, shards: bool, device: torch.device, ledger: Ledger, staging: Staging
+) -> Mesh:
+    """The mesh of a model.
+
+    Args:
+        mesh: axes named "shard" and "replicate", either or both; None takes all ranks as "shard".
+        shards: False replicates over every axis (stage 0).
+        device: where the parameters are, which chooses the backend.
+
+    Raises:
+        SettingsError: if ``mesh`` has an axis of another name.
+    """
+    groups: dict[str, dist.ProcessGroup] = {}
+    if mesh is not None:
+        names = mesh.mesh_dim_names or ()
+        if not names or set(names) - {"shard", "replicate"}:
+            raise SettingsError(
+                f'mesh must have axes named "shard" and/or "replicate"; found {names or "no names"}. Make it with '
+                f'init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard")).'
+            )
+        groups = {name: mesh.get_group(name) for name in names}
+    elif dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
+        groups = {"shard": dist.group.WORLD}
+
+    def axis(name: str) -> Axis:
+        group = groups.get(name)
+        if group is None or group.size() == 1:
+            return Axis(name, None, None, ledger)
+        peers = Peers(group, group.rank(), tuple(dist.get_process_group_ranks(group)))
+        return Axis(name, peers, transport_for(group, device, staging), ledger)
+
+    if shards:
+        return Mesh(axis("shard"), (axis("replicate"),))
+    return Mesh(Axis("shard", None, None, ledger), (axis("shard"), axis("replicate")))

@@ -1,0 +1,194 @@
+"""Transports: how a collective becomes messages. Each declares what it sends; tests hold that against the kernel.
+
+`DirectExchange` is for gloo, whose own reduce-scatter costs an all-reduce on the wire and a second buffer. Every rank
+sends each peer that peer's slice and receives its own; the sum is taken locally in rank order with an fp32 (or wider)
+accumulator, so the result does not depend on timing:
+
+    reduce-scatter, N = 3, on rank 1          all-gather, on rank 1
+    whole  | s0 | s1 | s2 |                   whole  | .. | s1 | .. |
+             |         └──▶ rank 2                      ▲    ├──▶ rank 0, rank 2
+             └──▶ rank 0                                └────┴─── received straight into place
+    slice = own s1 + staged from 0 + from 2
+
+Received gradients pass through a staging buffer of constant size: a larger unit goes through it in pieces.
+
+`NativeCalls` hands the work to the backend's own primitives (NCCL, and any backend not known here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onecopy.comm.collective import Posted, Program
+from onecopy.memory.staging import Staging
+
+
+@dataclass(frozen=True)
+class Peers:
+    """One axis of the mesh as a transport sees it: the group, this rank's place in it, and global rank numbers."""
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def others(self) -> Iterator[int]:
+        """The other places on the axis, nearest first, so that no rank is everybody's first target."""
+        for step in range(1, self.size):
+            yield (self.rank + step) % self.size
+
+
+class Transport(Protocol):
+    """The collectives the engine needs. ``whole`` is flat and holds `size` equal slices; ``tag`` names the collective."""
+
+    def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+        """Fill ``whole``, in which this rank's slice is already in place. Sends (N-1)/N of it."""
+
+    def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+        """Set ``out`` to the mean over ranks of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""
+
+    def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+        """Replace ``whole`` by its mean over ranks. Sends 2(N-1)/N of it."""
+
+    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+        """Set ``out`` to this rank's slice of the first rank's ``whole``, which sends (N-1)/N of it."""
+
+    def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
+        """Replace the few ``values`` by their sum (or maximum) over ranks."""
+
+
+class DirectExchange:
+    """Messages between pairs of ranks (gloo)."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+        slices = whole.chunk(peers.size)
+        mine = slices[peers.rank]
+        posted = [_receive(peers, slices[peer], peer, tag) for peer in peers.others()]
+        posted += [_send(peers, mine, peer, tag) for peer in peers.others()]
+        yield posted
+
+    def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+        slices = whole.chunk(peers.size)
+        mine = slices[peers.rank]
+        with self._staging.borrow(peers.size - 1, mine.numel(), whole.dtype, whole.device) as staged:
+            step = staged.shape[1]
+            pieces = [(start, min(start + step, mine.numel())) for start in range(0, mine.numel(), step)]
+            sends = [
+                _send(peers, slices[peer][start:stop], peer, tag)
+                for start, stop in pieces
+                for peer in peers.others()
+            ]
+            for start, stop in pieces:
+                rows = {peer: staged[i, : stop - start] for i, peer in enumerate(peers.others())}
+                posted = [_receive(peers, row, peer, tag) for peer, row in rows.items()]
+                yield posted if stop < mine.numel() else posted + sends
+                rows[peers.rank] = mine[start:stop]
+                _mean_in_rank_order([rows[rank] for rank in range(peers.size)], out[start:stop])
+
+    def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+        mean = torch.empty_like(whole[: whole.numel() // peers.size])
+        yield from self.reduce_scatter(peers, whole, mean, tag)
+        whole.chunk(peers.size)[peers.rank].copy_(mean)
+        del mean
+        yield from self.all_gather(peers, whole, tag + 1)
+
+    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+        if peers.rank == 0:
+            slices = whole.chunk(peers.size)
+            posted = [_send(peers, slices[peer], peer, tag) for peer in peers.others()]
+            out.copy_(slices[0])
+            yield posted
+        else:
+            yield [_receive(peers, out, 0, tag)]
+
+    def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
+        received = values.new_empty(peers.size, values.numel())
+        received[peers.rank] = values
+        posted = [_receive(peers, received[peer], peer, tag) for peer in peers.others()]
+        posted += [_send(peers, received[peers.rank], peer, tag) for peer in peers.others()]
+        yield posted
+        values.copy_(received.amax(0) if maximum else received.sum(0))
+
+
+class NativeCalls:
+    """The backend's own collectives. They run on the backend's streams; waiting orders the caller's stream after them."""
+
+    def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+        mine = whole.chunk(peers.size)[peers.rank]
+        yield _native(dist.all_gather_single(whole, mine, group=peers.group, async_op=True))
+
+    def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+        total = torch.empty_like(whole[: whole.numel() // peers.size])
+        operation, divisor = _mean_of(peers)
+        yield _native(dist.reduce_scatter_single(total, whole, op=operation, group=peers.group, async_op=True))
+        torch.div(total, divisor, out=out) if total.dtype == out.dtype else out.copy_(total).div_(divisor)
+
+    def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+        operation, divisor = _mean_of(peers)
+        yield _native(dist.all_reduce(whole, op=operation, group=peers.group, async_op=True))
+        if divisor != 1:
+            whole.div_(divisor)
+
+    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+        slices = list(whole.chunk(peers.size)) if peers.rank == 0 else None
+        yield _native(dist.scatter(out, slices, src=peers.ranks[0], group=peers.group, async_op=True))
+
+    def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
+        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        yield _native(dist.all_reduce(values, op=operation, group=peers.group, async_op=True))
+
+
+def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Staging) -> Transport:
+    """The transport for tensors of ``device`` on ``group``, by the name of the backend that serves them there."""
+    backend = group._get_backend(device).name()
+    return DirectExchange(staging) if backend == "gloo" else NativeCalls()
+
+
+def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
+    """out = (terms[0] + terms[1] + …) / N, accumulated in fp32 or wider whatever ``out`` stores."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+    if terms[0].dtype == wide:
+        torch.add(terms[0], terms[1], out=total)
+    else:
+        total.copy_(terms[0]).add_(terms[1])
+    for term in terms[2:]:
+        total.add_(term)
+    total.mul_(1.0 / len(terms))
+    if total is not out:
+        out.copy_(total)
+
+
+def _mean_of(peers: Peers) -> tuple[dist.ReduceOp.RedOpType, int]:
+    """NCCL averages by itself, which keeps fp16 sums in range; others sum and leave the division to us."""
+    if dist.get_backend(peers.group) == "nccl":
+        return dist.ReduceOp.AVG, 1
+    return dist.ReduceOp.SUM, peers.size
+
+
+def _send(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:
+    work = dist.isend(tensor, group=peers.group, group_dst=peer, tag=tag)
+    assert work is not None
+    return Posted(work, peers.ranks[peer])
+
+
+def _receive(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:
+    work = dist.irecv(tensor, group=peers.group, group_src=peer, tag=tag)
+    assert work is not None
+    return Posted(work, peers.ranks[peer])
+
+
+def _native(work: dist.Work | None) -> list[Posted]:
+    return [] if work is None else [Posted(work, None)]

@@ -1,0 +1,32 @@
+"""The errors onecopy raises, by what the reader can do about them.
+
+Each also derives from the built-in that a PyTorch user would catch in the same place.
+"""
+
+
+class OnecopyError(Exception):
+    """Base of every error raised by onecopy."""
+
+
+class SettingsError(OnecopyError, ValueError):
+    """A setting that cannot work, found before any work starts. The message says what would."""
+
+
+class UsageError(OnecopyError, RuntimeError):
+    """A call that a sharded model cannot honour. The message says which call can."""
+
+
+class NeedsWholeError(UsageError):
+    """An operation needs the whole parameter where only this rank's slice is at hand."""
+
+
+class MismatchError(OnecopyError, RuntimeError):
+    """Ranks were given different models or different settings. Raised alike on every rank."""
+
+
+class CollectiveError(OnecopyError, RuntimeError):
+    """A collective failed: a rank died or its connection broke. Names the collective, its unit and the ranks."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """A collective did not finish in time. Names the collective, its unit and the ranks that are missing."""

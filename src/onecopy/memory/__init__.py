@@ -1,0 +1,1 @@
+"""Where bytes live: staging buffers of constant size."""

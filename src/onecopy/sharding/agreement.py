@@ -1,0 +1,49 @@
+"""Agreement: before anything is sharded, ranks make sure that they were given the same model and settings."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from onecopy.comm.mesh import Mesh
+from onecopy.errors import MismatchError
+
+
+def check_agreement(lines: Sequence[str], mesh: Mesh) -> None:
+    """Compare a description of the model and its settings over all ranks of the mesh.
+
+    Args:
+        lines: the description; the first line that differs is named.
+
+    Raises:
+        MismatchError: on every rank, if one rank's description differs.
+    """
+    if mesh.size == 1:
+        return
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()[:6]
+    own = float(int.from_bytes(digest, "big"))
+    for axis in mesh.axes:
+        # Two maxima tell whether all are equal: the largest, and the largest of the negated.
+        extremes = torch.tensor([own, -own], dtype=torch.float64)
+        if message := axis.combine(extremes, "agree", maximum=True):
+            message.finish()
+            if extremes[0] != -extremes[1]:
+                _name_difference(lines, axis.exchange_objects(list(lines)), axis.ranks)
+
+
+def _name_difference(own: Sequence[str], all_lines: Sequence[Sequence[str]], ranks: Sequence[int]) -> None:
+    first = all_lines[0]
+    for lines, rank in zip(all_lines, ranks, strict=True):
+        for expected, found in zip(first, lines, strict=False):
+            if expected != found:
+                raise MismatchError(
+                    f"ranks were given different models or settings: rank {ranks[0]} has {expected}, rank {rank} has "
+                    f"{found}. Build the same model with the same arguments on every rank."
+                )
+        if len(first) != len(lines):
+            longer, where = (first, ranks[0]) if len(first) > len(lines) else (lines, rank)
+            raise MismatchError(
+                f"ranks were given different models: rank {where} also has {longer[min(len(first), len(lines))]}."
+            )

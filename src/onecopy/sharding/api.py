@@ -1,0 +1,198 @@
+"""shard: the one call. It cuts a model into slices, in place, and leaves an engine that runs it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer
+
+import onecopy.sharding.operations  # noqa: F401  (fills SlicedTensor's table of rules)
+from onecopy.comm.ledger import Ledger
+from onecopy.comm.mesh import Mesh, make_mesh
+from onecopy.errors import SettingsError, UsageError
+from onecopy.memory.staging import Staging
+from onecopy.sharding.agreement import check_agreement
+from onecopy.sharding.bucket import Bucket, Found
+from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
+from onecopy.sharding.discover import Units, find_parameters, find_scopes
+from onecopy.sharding.engine import Engine
+from onecopy.sharding.optimizers import mark_replaced, remap, watch
+from onecopy.sharding.precision import Dtypes, Precision
+from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.unit import Unit
+from onecopy.stage import Stage
+
+_ENGINE = "_onecopy_engine"
+
+# Names the messages of buckets; models that are sharded one after the other must not share names.
+_bucket_numbers = itertools.count()
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def shard(
+    model: ModelT,
+    stage: int,
+    *,
+    mesh: DeviceMesh | None = None,
+    units: Units = "auto",
+    precision: Precision | str | None = None,
+    accumulate: int = 1,
+    prefetch: int = 1,
+    optimizer: Optimizer | None = None,
+    broadcast_buffers: bool = False,
+) -> ModelT:
+    """Shard a model's states over the ranks, in place. Every rank calls it with the same model and settings.
+
+    Parameters and buffers take the first rank's values, as with DDP. Afterwards `model.parameters()` are
+    `SlicedTensor`s, and the training loop stays as it was. The model gains two methods: `no_sync()`, a context in which
+    micro-batches are not the last of a step, and `reduce_gradients()`, which ends a step's micro-batches early.
+    Gradients are averaged over ranks; dividing the loss by the number of micro-batches is the loop's business.
+
+    Args:
+        model: any module, on the device where it is to train, or on meta (see `materialize`).
+        stage: what is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
+        mesh: axes named "shard" and/or "replicate"; None shards over all ranks of the default process group. Without a
+            process group there is one rank.
+        units: scopes gathered as one: "auto", or modules, module classes and names.
+        precision: "fp32", "bf16", "fp16", a `Precision`, or None to keep every parameter's own dtype.
+        accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
+        prefetch: units to gather ahead of the one that computes.
+        optimizer: one made before, to be changed in place to the sliced parameters, its states too.
+        broadcast_buffers: before each training forward take the first rank's floating-point buffers; else each rank
+            keeps its own.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        SettingsError: for a setting that cannot work.
+        UsageError: if the model, or a module in it, is sharded already.
+        MismatchError: if ranks were given different models or settings.
+    """
+    kind = Stage.of(stage)
+    dtypes = Precision.of(precision)
+    _check_count("accumulate", accumulate, at_least=1)
+    _check_count("prefetch", prefetch, at_least=0)
+    _check_not_sharded(model)
+    scopes = find_parameters(model, find_scopes(model, units))
+    if not scopes:
+        raise SettingsError(f"{type(model).__name__} has no parameters to shard")
+    device = next(model.parameters()).device
+    ledger = Ledger()
+    ranks = make_mesh(mesh, shards=kind.shards_optimizer, device=device, ledger=ledger, staging=Staging())
+    settings = [f"stage={stage}", f"precision={dtypes}", f"accumulate={accumulate}", f"prefetch={prefetch}"]
+    check_agreement([*settings, *_describe(scopes)], ranks)
+
+    modules = dict(model.named_modules())
+    made = [
+        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks))
+        for name, found in scopes.items()
+    ]
+    engine = Engine(
+        model,
+        made,
+        stage=kind,
+        mesh=ranks,
+        ledger=ledger,
+        inputs=dtypes.compute,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        syncs_buffers=broadcast_buffers,
+    )
+    if device.type != "meta":
+        sync_buffers(model, ranks, all_dtypes=True)
+    if optimizer is not None:
+        remap(optimizer, _replacements(scopes, made))
+    _retire(scopes)
+    watch(engine)
+    setattr(model, _ENGINE, engine)
+    model.no_sync = engine.no_sync
+    model.reduce_gradients = engine.reduce_gradients
+    return model
+
+
+def ledger(model: nn.Module) -> Ledger:
+    """The ledger of a sharded model: what its collectives sent, per step and in total.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    return engine_of(model).ledger
+
+
+def padded_numel(model: nn.Module) -> int:
+    """Elements that one gather of the whole model moves: its parameters and the padding between them."""
+    return sum(bucket.layout.padded_numel for unit in engine_of(model).units for bucket in unit.buckets)
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a sharded model.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    engine = getattr(model, _ENGINE, None)
+    if not isinstance(engine, Engine):
+        raise UsageError(f"this {type(model).__name__} is not sharded; pass the model that onecopy.shard returned.")
+    return engine
+
+
+def _make_buckets(unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh) -> list[Bucket]:
+    groups: dict[tuple[Dtypes, bool, torch.device], list[Found]] = {}
+    for item in found:
+        trainable = item.parameter.requires_grad
+        dtypes = precision.for_parameter(item.parameter.dtype, trainable)
+        groups.setdefault((dtypes, trainable, item.parameter.device), []).append(item)
+    buckets = []
+    for (dtypes, trainable, device), items in groups.items():
+        number = next(_bucket_numbers)
+        bucket = Bucket(items, dtypes, trainable=trainable, mesh=mesh, index=number, unit=unit)
+        if device.type != "meta":
+            bucket.load(item.parameter for item in items)
+        bucket.show_sliced()
+        buckets.append(bucket)
+    return buckets
+
+
+def _retire(scopes: dict[str, list[Found]]) -> None:
+    """Free the parameters as they were, whoever holds them still, and know them again in an optimizer."""
+    for found in scopes.values():
+        for item in found:
+            mark_replaced(item.parameter, item.name)
+            item.parameter.data = item.parameter.data.new_empty(0)
+
+
+def _replacements(scopes: dict[str, list[Found]], units: Sequence[Unit]) -> dict[nn.Parameter, SlicedTensor]:
+    sliced = {entry.name: entry.sliced for unit in units for bucket in unit.buckets for entry in bucket.entries}
+    return {item.parameter: sliced[item.name] for found in scopes.values() for item in found}
+
+
+def _describe(scopes: dict[str, list[Found]]) -> list[str]:
+    return [
+        f"unit {name or '(root)'!r} parameter {item.name!r} of shape {tuple(item.parameter.shape)}, "
+        f"{item.parameter.dtype}, requires_grad={item.parameter.requires_grad}"
+        for name, found in scopes.items()
+        for item in found
+    ]
+
+
+def _check_count(name: str, value: int, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise SettingsError(f"{name} must be a whole number of at least {at_least}; found {value!r}")
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, _ENGINE)
+        if sharded:
+            raise UsageError(
+                f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, and "
+                f"say with units= what is gathered as one."
+            )

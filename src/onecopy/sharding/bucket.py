@@ -1,0 +1,229 @@
+"""Bucket: the parameters of one unit that share dtypes and `requires_grad`, in one flat buffer cut into N slices.
+
+A bucket knows how to make itself whole (gather) and how to give that memory back (release); its gradients are in
+`gradients.py`, and when to do what is the schedule's business. Its memory:
+
+==========  ============  =============================================================================
+``master``  one slice     the values that the optimizer updates; the sliced parameters are views of it
+``whole``   all elements  the gathered copy in the compute dtype; *is* ``master`` where nothing is cut or cast
+==========  ============  =============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from onecopy.comm.collective import Collective
+from onecopy.comm.mesh import Mesh
+from onecopy.errors import UsageError
+from onecopy.sharding.flat import FlatBuffer
+from onecopy.sharding.layout import ALIGNMENT, Layout
+from onecopy.sharding.precision import Dtypes
+from onecopy.sharding.sliced import SlicedTensor, Slicing, dense_strides, flatten
+
+Place = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A parameter as the model was built, and every place that holds it."""
+
+    name: str
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """One parameter of a bucket.
+
+    Attributes:
+        name: its fully qualified name; the first one where it is tied.
+        places: every place that holds it.
+        sliced: what they hold while the model is not computing.
+        whole: what they hold while the unit computes: a plain leaf, whose gradient autograd fills.
+    """
+
+    name: str
+    places: tuple[Place, ...]
+    sliced: SlicedTensor
+    whole: nn.Parameter
+
+
+class Bucket:
+    """See the file's first lines.
+
+    Args:
+        found: its parameters, all on one device and of the same ``dtypes``.
+        trainable: their `requires_grad`.
+        index: number of the bucket in the model, the same on every rank; it names the bucket's messages.
+        unit: name of its unit, for the ledger.
+
+    Attributes:
+        changes: how often the parameters were written to since they were sharded.
+    """
+
+    def __init__(
+        self, found: Sequence[Found], dtypes: Dtypes, *, trainable: bool, mesh: Mesh, index: int, unit: str
+    ) -> None:
+        self.dtypes = dtypes
+        self.trainable = trainable
+        self.mesh = mesh
+        self.unit = unit
+        self.tag = 16 * index
+        self.changes = 0
+        self.shapes = [f.parameter.shape for f in found]
+        self.strides = [dense_strides(f.parameter) for f in found]
+        numels = tuple(f.parameter.numel() for f in found)
+        self.layout = Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies)
+        self.place_on(found[0].parameter.device, found)
+
+    def place_on(self, device: torch.device, found: Sequence[Found]) -> None:
+        """Make slices and parameters anew on ``device``; values are zero until `load`."""
+        self.device = device
+        self.master = torch.zeros(self.layout.slice_numel, dtype=self.dtypes.master, device=device)
+        self._aliased = self.mesh.shard.size == 1 and self.dtypes.compute == self.dtypes.master
+        self._whole = self.buffer(self.dtypes.compute, self.master if self._aliased else None)
+        if not self._aliased:
+            self._whole.free()
+        self._fresh = self._aliased
+        self._gathering: Collective | None = None
+        self.entries = [self._entry(position, item) for position, item in enumerate(found)]
+
+    def _entry(self, position: int, found: Found) -> Entry:
+        segment = self.layout.segment(position, self.mesh.shard.rank)
+        slicing = Slicing(
+            found.name,
+            self.shapes[position],
+            self.strides[position],
+            segment.parameter_start,
+            segment.numel,
+            self.mesh.shard,
+        )
+        sliced = nn.Parameter(
+            SlicedTensor(self.local(self.master, position), slicing, on_write=self._written), self.trainable
+        )
+        assert isinstance(sliced, SlicedTensor)
+        whole = nn.Parameter(self._whole.views[position], self.trainable)
+        for attribute, value in vars(found.parameter).items():
+            if attribute not in vars(sliced):
+                setattr(sliced, attribute, value)
+                setattr(whole, attribute, value)
+        return Entry(found.name, found.places, sliced, whole)
+
+    def buffer(self, dtype: torch.dtype, memory: Tensor | None = None) -> FlatBuffer:
+        """A buffer for the whole bucket, over new memory of undefined content unless ``memory`` is given."""
+        if memory is None:
+            with torch.inference_mode(False):
+                memory = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        return FlatBuffer(self.layout, self.shapes, self.strides, memory)
+
+    def local(self, flat_slice: Tensor, position: int) -> Tensor:
+        """The part of parameter ``position`` in this rank's slice, 1-D."""
+        segment = self.layout.segment(position, self.mesh.shard.rank)
+        return flat_slice[segment.slice_start : segment.slice_start + segment.numel]
+
+    def show_sliced(self) -> None:
+        """Let modules hold the sliced parameters."""
+        for entry in self.entries:
+            for module, attribute in entry.places:
+                module._parameters[attribute] = entry.sliced
+
+    def show_whole(self) -> None:
+        """Let modules hold the whole parameters; only while they are gathered."""
+        assert self._fresh, f"unit {self.unit!r} is not gathered"
+        for entry in self.entries:
+            for module, attribute in entry.places:
+                module._parameters[attribute] = entry.whole
+
+    # --- values
+
+    def load(self, whole: Iterable[Tensor]) -> None:
+        """Set the slices from whole parameters; those of the mesh's first rank count. It sends (N-1)/N of them."""
+        flat = torch.zeros(self.layout.padded_numel, dtype=self.dtypes.master, device=self.device)
+        for tensor, offset, numel, strides in zip(
+            whole, self.layout.offsets, self.layout.numels, self.strides, strict=True
+        ):
+            flat[offset : offset + numel].copy_(flatten(tensor.detach(), strides))
+        self.load_flat(flat)
+
+    def load_flat(self, flat: Tensor) -> None:
+        """As `load`, from a flat buffer in the master dtype."""
+        with torch.no_grad():
+            self.mesh.shard.scatter(flat, self.master, self.unit, self.tag + 8)
+            for position, axis in enumerate(self.mesh.replicate):
+                axis.broadcast(self.master, self.unit, self.tag + 9 + position)
+        self._written()
+
+    def gather_masters(self) -> FlatBuffer:
+        """The whole parameters in the master dtype, gathered into a new buffer."""
+        whole = self.buffer(self.dtypes.master)
+        self._own_part(whole.flat).copy_(self.master)
+        if collective := self.mesh.shard.all_gather(whole.flat, self.unit, self.tag + 2):
+            collective.finish()
+        return whole
+
+    def equals_slice(self, flat: Tensor) -> bool:
+        """Whether this rank's part of ``flat`` (master dtype) is bit for bit what its slice holds."""
+        return torch.equal(self._own_part(flat).view(torch.uint8), self.master.view(torch.uint8))
+
+    def _written(self) -> None:
+        """The slices changed: a gathered copy is stale, and so is any graph that was built with it."""
+        self.changes += 1
+        self.finish_gather()
+        self._fresh = self._aliased
+
+    def _own_part(self, flat: Tensor) -> Tensor:
+        start = self.mesh.shard.rank * self.layout.slice_numel
+        return flat[start : start + self.layout.slice_numel]
+
+    # --- gather and release
+
+    def start_gather(self, *, backward: bool) -> None:
+        """Begin to make the parameters whole, unless they are or it has begun. Sends (N-1)/N of the bucket."""
+        if self._fresh or self._gathering is not None:
+            return
+        self._whole.allocate()
+        with torch.no_grad():
+            self._own_part(self._whole.flat).copy_(self.master)
+        self._gathering = self.mesh.shard.all_gather(self._whole.flat, self.unit, self.tag + backward)
+        self._fresh = self._gathering is None
+
+    def finish_gather(self) -> None:
+        """Wait until a gather that was begun is complete."""
+        if self._gathering is not None:
+            self._gathering.finish()
+            self._gathering = None
+            self._fresh = True
+
+    def release(self) -> None:
+        """Give the memory of the whole parameters back."""
+        self.finish_gather()
+        if not self._aliased:
+            self._whole.free()
+            self._fresh = False
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` looks at memory that `release` gives back."""
+        memory = self._whole.flat.untyped_storage().data_ptr()
+        return not self._aliased and memory != 0 and tensor.untyped_storage().data_ptr() == memory
+
+    def check(self) -> None:
+        """Raise `UsageError` if a parameter was replaced, or its `requires_grad` flipped, since it was sharded."""
+        for entry in self.entries:
+            if entry.sliced.requires_grad is not self.trainable:
+                raise UsageError(
+                    f"requires_grad of {entry.name!r} was {self.trainable} when onecopy.shard was called and is "
+                    f"{entry.sliced.requires_grad} now: freeze and unfreeze before sharding."
+                )
+            module, attribute = entry.places[0]
+            if module._parameters.get(attribute) is not entry.sliced:
+                raise UsageError(
+                    f"parameter {entry.name!r} was replaced after onecopy.shard; edit it in place inside "
+                    f"`with onecopy.gathered(model, write=True):` instead."
+                )

@@ -1,0 +1,139 @@
+"""Finding units: which module scopes are gathered and released as one.
+
+The repeated blocks of a `ModuleList` or `Sequential` are units; of what is left, large modules (an embedding, a head)
+are units of their own, and the root takes the rest. A parameter that several units share (tied weights) goes to the
+innermost scope that contains them all.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from onecopy.errors import SettingsError
+from onecopy.sharding.bucket import Found, Place
+
+Units = Literal["auto"] | Iterable[nn.Module | type[nn.Module] | str]
+
+
+def find_scopes(model: nn.Module, units: Units) -> list[str]:
+    """Names of the modules that are units, the root ("") first, in the order of `model.named_modules()`.
+
+    Args:
+        units: "auto"; or modules, module classes (every instance) and names, which are taken as they are.
+
+    Raises:
+        SettingsError: if something named is not in the model.
+    """
+    modules = dict(model.named_modules())
+    if isinstance(units, str):
+        if units != "auto":
+            raise SettingsError(f'units must be "auto" or a list of modules, classes or names; found {units!r}')
+        chosen = _repeated_blocks(model, "")
+        chosen |= _large_leftovers(model, chosen)
+    else:
+        chosen = set()
+        for wanted in units:
+            found = {name for name, module in modules.items() if _is_wanted(name, module, wanted)}
+            if not found:
+                raise SettingsError(
+                    f"units= names {wanted!r}, which the model does not contain; names are those of "
+                    f"model.named_modules(), for example {list(modules)[1:4]}."
+                )
+            chosen |= found
+    return ["", *(name for name in modules if name in chosen and name)]
+
+
+def find_parameters(model: nn.Module, scopes: Sequence[str]) -> dict[str, list[Found]]:
+    """The parameters of each scope, in the order of `model.named_parameters()`; scopes without any are left out."""
+    places: dict[int, list[Place]] = {}
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                parameters[id(parameter)] = parameter
+                places.setdefault(id(parameter), []).append((module, attribute))
+                names.setdefault(id(parameter), []).append(prefix)
+    found: dict[str, list[Found]] = {scope: [] for scope in scopes}
+    for key, parameter in parameters.items():
+        owners = [scope for scope in scopes if all(_is_below(name, scope) for name in names[key])]
+        first = names[key][0]
+        name = f"{first}.{places[key][0][1]}" if first else places[key][0][1]
+        found[max(owners, key=len)].append(Found(name, parameter, tuple(places[key])))
+    return {scope: items for scope, items in found.items() if items}
+
+
+def _is_below(name: str, scope: str) -> bool:
+    return scope == "" or name == scope or name.startswith(scope + ".")
+
+
+def _is_wanted(name: str, module: nn.Module, wanted: object) -> bool:
+    if isinstance(wanted, str):
+        return name == wanted
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    return module is wanted
+
+
+def _repeated_blocks(module: nn.Module, prefix: str) -> set[str]:
+    """Names of repeated blocks below ``module``; inside one only if most of its parameters are in blocks again."""
+    found: set[str] = set()
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        blocks = _blocks_of(child)
+        if not blocks:
+            found |= _repeated_blocks(child, path)
+            continue
+        for key, block in blocks.items():
+            found.add(f"{path}.{key}")
+            inner = _repeated_blocks(block, f"{path}.{key}")
+            inside = sum(_numel(block.get_submodule(n[len(path) + len(key) + 2 :])) for n in inner)
+            if 2 * inside >= _numel(block):
+                found |= inner
+    if isinstance(module, nn.ModuleList | nn.Sequential) and not prefix:
+        found |= set(_blocks_of(module))
+    return found
+
+
+def _blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The children of a list that share their class with another child and have parameters."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return {}
+    children = {name: child for name, child in module.named_children() if _numel(child)}
+    classes = [_class_of(child) for child in children.values()]
+    return {name: child for name, child in children.items() if classes.count(_class_of(child)) > 1}
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """The module's class; that of the original where `torch.compile` has wrapped it."""
+    original = getattr(module, "_orig_mod", module) if isinstance(module, torch._dynamo.OptimizedModule) else module
+    return type(original)
+
+
+def _large_leftovers(model: nn.Module, blocks: set[str]) -> set[str]:
+    """Modules with parameters of their own, outside of blocks, at least half as large as the typical block."""
+    if not blocks:
+        return set()
+    typical = statistics.median(_numel(model.get_submodule(name)) for name in blocks)
+    times_held: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                times_held[id(parameter)] = times_held.get(id(parameter), 0) + 1
+    return {
+        name
+        for name, module in model.named_modules()
+        if name
+        and not any(_is_below(name, block) for block in blocks)
+        and sum(p.numel() for p in module._parameters.values() if p is not None and times_held[id(p)] == 1)
+        >= typical / 2
+    }
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,315 @@
+"""Engine: the hooks that carry a sharded model through forward and backward. One mechanism for every stage.
+
+    forward   before a unit: gather it (and begin the next), show whole parameters     after: show slices, release*
+    backward  before a unit: gather it (and begin the next)                            after: release*, reduce*
+    end of backward          reduce what never fired, set p.grad (`reducer.py`), release*
+
+What is starred depends on the stage, and only so: parameters are released if the stage shards them; gradients are
+reduced in every micro-batch if it shards them, else in the last one of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onecopy.comm.ledger import Ledger
+from onecopy.comm.mesh import Mesh
+from onecopy.errors import UsageError
+from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
+from onecopy.sharding.buffers import broadcast_buffers
+from onecopy.sharding.order import GatherOrder, agree_order
+from onecopy.sharding.reducer import Reducer
+from onecopy.sharding.tensors import iterate_tensors, replace_tensors
+from onecopy.sharding.unit import Passage, Unit, Visit
+from onecopy.stage import Stage
+
+
+class Engine:
+    """Runs one sharded model.
+
+    Args:
+        model: the root module.
+        units: all units with parameters, in the order of `model.named_modules()`.
+        stage: what is sharded.
+        mesh: the ranks.
+        ledger: where collectives are booked.
+        inputs: dtype to which floating-point inputs of the model are cast, None to leave them.
+        accumulate: micro-batches in a step.
+        prefetch: units to gather ahead.
+        syncs_buffers: take the first rank's floating-point buffers before each training forward.
+
+    Attributes:
+        gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        *,
+        stage: Stage,
+        mesh: Mesh,
+        ledger: Ledger,
+        inputs: torch.dtype | None,
+        accumulate: int,
+        prefetch: int,
+        syncs_buffers: bool,
+    ) -> None:
+        self.model = model
+        self.units = list(units)
+        self.stage = stage
+        self.mesh = mesh
+        self.ledger = ledger
+        self.gathered = 0
+        self._inputs = inputs
+        self._accumulate = accumulate
+        self._syncs_buffers = syncs_buffers
+        self._no_sync = 0
+        self._micro_batches = 0
+        self._in_model_forward = False
+        self._in_backward = False
+        self._visited: set[Unit] = set()
+        root = [unit for unit in self.units if unit.scope is model]
+        inner = [unit for unit in self.units if unit.scope is not model]
+        self._forward = self._gather_order(root + inner, prefetch, backward=False)
+        self._backward = self._gather_order(root + inner[::-1], prefetch, backward=True)
+        self._reduce_order = inner[::-1] + root
+        self.rebuild_gradients()
+        for unit in self.units:
+            self._attach(unit)
+        if not root:
+            self._attach(Unit("", model, ()))
+
+    def rebuild_gradients(self) -> None:
+        """Start from no gradients; to be called when units have new parameters."""
+        for unit in self.units:
+            unit.rebuild_gradients()
+            for gradients in unit.gradients:
+                gradients.on_arrival = partial(self._all_arrived, unit)
+        self._reducer = Reducer(self.units, [u for u in self._reduce_order if u.gradients], self.mesh)
+
+    def _attach(self, unit: Unit) -> None:
+        before = torch.compiler.disable(partial(self._before_forward, unit))
+        after = torch.compiler.disable(partial(self._after_forward, unit))
+        unit.scope.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        unit.scope.register_forward_hook(after, always_call=True)
+
+    def _gather_order(self, units: Sequence[Unit], prefetch: int, *, backward: bool) -> GatherOrder:
+        return GatherOrder(
+            units,
+            backward=backward,
+            prefetch=prefetch,
+            release_passed=self.stage.shards_parameters,
+            learn=self._learn_backward if backward else self._learn_forward,
+        )
+
+    def _learn_forward(self, seen: list[Unit]) -> list[Unit]:
+        return agree_order(self.mesh, self.units, seen, self.units)
+
+    def _learn_backward(self, seen: list[Unit]) -> list[Unit]:
+        # Where forward came and backward did not, no gradient is needed; where the first rank's data skipped a unit
+        # in forward, another rank's may not have.
+        skipped = [unit for unit in self.units if unit.gradients and unit not in self._visited]
+        return agree_order(self.mesh, self.units, seen, agree_order(self.mesh, self.units, skipped, ()))
+
+    # --- forward
+
+    def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.gathered:
+            return None
+        recomputes = in_backward()
+        visit = unit.record_visit() if torch.is_grad_enabled() else None
+        cache = torch.is_autocast_cache_enabled()
+        unit.passages.append(Passage(visit, recomputes, cache))
+        # Autocast would keep cast copies of whole weights, past their release and past the optimizer's step.
+        torch.set_autocast_cache_enabled(False)
+        if recomputes:
+            # For an activation checkpoint. What it gathers stays whole until the unit's own backward has run.
+            self._enter_backward()
+            unit.start_gather(backward=True)
+            unit.finish_gather()
+        else:
+            if self._in_backward:
+                self.recover()
+            if unit.scope is self.model:
+                args, kwargs = self._begin_forward(args, kwargs)
+            self.ledger.phase = "forward"
+            self._gather_for_forward(unit)
+        unit.show_whole()
+        if visit is not None:
+            args, kwargs, visit.marked = mark_inputs(partial(self._after_backward, unit, visit), args, kwargs)
+        return args, kwargs
+
+    def _begin_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.check()
+        self._in_model_forward = True
+        self._forward.begin()
+        if self._syncs_buffers and self.model.training:
+            broadcast_buffers(self.model, self.mesh)
+        if self._inputs is None:
+            return args, kwargs
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self._inputs) if tensor.is_floating_point() else tensor
+
+        return replace_tensors(args, cast), replace_tensors(kwargs, cast)
+
+    def _gather_for_forward(self, unit: Unit) -> None:
+        self._visited.add(unit)
+        if self._in_model_forward and unit.buckets:
+            self._forward.visit(unit)
+        else:
+            unit.start_gather()
+            unit.finish_gather()
+
+    def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> Any:
+        if not unit.passages:
+            return None
+        passage = unit.passages.pop()
+        torch.set_autocast_cache_enabled(passage.autocast_cache)
+        if not unit.passages:
+            unit.show_sliced()
+        # A forward that raised comes here too, without an output.
+        failed = output is None
+        if not passage.recomputes:
+            if passage.visit is not None and not failed:
+                self._watch(unit, passage.visit, output)
+            if self.stage.shards_parameters and not unit.passages and not unit.holds:
+                output = self._keep_returned_parameters(unit, output)
+                unit.release()
+        if unit.scope is self.model and not passage.recomputes:
+            self._in_model_forward = False
+            if not failed:
+                self._forward.end()
+        return output
+
+    def _watch(self, unit: Unit, visit: Visit, output: Any) -> None:
+        """Have `_before_backward` called when the first gradient comes back to what the unit returned."""
+        found = False
+        for tensor in iterate_tensors(output):
+            found = True
+            if tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._before_backward, unit, visit))
+        unit.holds = unit.holds or not found
+
+    def _keep_returned_parameters(self, unit: Unit, output: Any) -> Any:
+        """Copies in place of whole parameters that forward returned, whose memory is about to go."""
+        return replace_tensors(output, lambda tensor: tensor.clone() if unit.shares_memory(tensor) else tensor)
+
+    # --- backward
+
+    def _enter_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self.ledger.phase = "backward"
+        self._backward.begin()
+        self._reducer.begin(sends=self.stage.shards_gradients or self._is_last, last=self._is_last)
+        at_end_of_backward(self._end_of_backward)
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the micro-batch is the last one of a step."""
+        return self._no_sync == 0 and (self._micro_batches + 1) % self._accumulate == 0
+
+    def _before_backward(self, unit: Unit, visit: Visit, _: Tensor) -> None:
+        if visit.began:
+            return
+        unit.check_visit(visit)
+        visit.began, visit.ended = True, False
+        self._enter_backward()
+        if unit.buckets:
+            self._backward.visit(unit)
+
+    def _after_backward(self, unit: Unit, visit: Visit) -> None:
+        """The gradients of the unit's inputs are there, and so all of its backward has run."""
+        self._end_visit(unit, visit)
+        if unit.all_arrived or not unit.awaits_backward:
+            self._reducer.finished(unit, self._visited)
+
+    def _all_arrived(self, unit: Unit) -> None:
+        """The last gradient of one of the unit's buckets is there. Without inputs to watch, that is the end."""
+        if unit.all_arrived and not any(visit.marked and not visit.ended for visit in unit.visits):
+            for visit in unit.visits:
+                self._end_visit(unit, visit)
+            self._reducer.finished(unit, self._visited)
+
+    def _end_visit(self, unit: Unit, visit: Visit) -> None:
+        visit.ended = True
+        if self.stage.shards_parameters and not unit.holds:
+            unit.release()
+
+    def _end_of_backward(self) -> None:
+        self._reducer.end()
+        self._backward.end()
+        self._leave_backward()
+        self._micro_batches += 1
+
+    def _leave_backward(self) -> None:
+        for unit in self.units:
+            unit.holds = unit.finished = False
+            for visit in unit.visits:
+                visit.ended = visit.ended or visit.began
+                visit.began = False
+            if self.stage.shards_parameters:
+                unit.release()
+        self._visited.clear()
+        self._in_backward = False
+        self.ledger.phase = "step"
+
+    # --- what the user calls
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches inside are not the last one of a step: stages 0 and 1 send no gradients.
+
+        Stages 2 and 3 still do, for they keep no whole gradients; the result is the same.
+        """
+        self._no_sync += 1
+        try:
+            yield
+        finally:
+            self._no_sync -= 1
+
+    def reduce_gradients(self) -> None:
+        """Send what micro-batches have kept, as if the last of them had been the last one of the step."""
+        if self._in_backward:
+            self.recover()
+        with self.ledger.during("backward"):
+            self._reducer.begin(sends=True, last=True)
+            self._reducer.end()
+            for unit in self.units:
+                unit.finished = False
+        self._micro_batches = 0
+
+    def enter_gathered(self) -> None:
+        """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
+        if self._in_backward and not in_backward():
+            self.recover()
+        if self._in_backward or any(unit.passages for unit in self.units):
+            raise UsageError("onecopy.gathered cannot be entered while the model is computing.")
+        self.gathered += 1
+
+    def before_step(self) -> None:
+        """The optimizer is about to step."""
+        if self._in_backward:
+            self.recover()
+        self.ledger.phase = "step"
+
+    def step_done(self) -> None:
+        """The optimizer has stepped: the next micro-batch is the first one of a step."""
+        self._micro_batches = 0
+        self.ledger.close_step()
+
+    def recover(self) -> None:
+        """Go on after a backward that raised an error, on every rank alike."""
+        self._reducer.drop()
+        self._leave_backward()

@@ -1,0 +1,245 @@
+"""Gradients: the way of a bucket's gradients from autograd to `p.grad`.
+
+    autograd ──arrive──▶ whole leaf's .grad ──▶ outgoing ──reduce-scatter──▶ reduced ──install──▶ p.grad
+                                  └──(not sending)──▶ kept ──┘
+
+==============  ============  ====================================================================
+``outgoing``    all elements  on their way out, in the reduce dtype; lives while it is sent
+``kept``        all elements  summed over micro-batches that do not send (stages 0 and 1)
+``kept_slice``  one slice     summed over micro-batches that do, where masters are too narrow to sum in
+``reduced``     one slice     the mean over ranks; becomes the memory of `p.grad`
+==============  ============  ====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onecopy.comm.collective import Collective
+from onecopy.errors import UsageError
+from onecopy.sharding.bucket import Bucket, Entry
+from onecopy.sharding.flat import FlatBuffer
+from onecopy.sharding.pending import PendingGradient
+from onecopy.sharding.sliced import SlicedTensor
+
+
+class _Gradient:
+    """The state of one parameter's gradient between autograd and `p.grad`."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.sliced = entry.sliced
+        self.whole = entry.whole
+        self.pending = PendingGradient(entry.sliced.local, entry.sliced.slicing)
+        self.arrived = False
+        # A gradient that had been reduced before later micro-batches were kept.
+        self.earlier: SlicedTensor | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        return self.sliced.grad is self.pending
+
+    def show_pending(self) -> None:
+        if not self.is_pending:
+            present: Any = self.sliced.grad
+            self.earlier = present
+            self.sliced.grad = self.pending
+
+    def drop_pending(self) -> None:
+        if self.is_pending:
+            self.sliced.grad = self.earlier
+        self.earlier = None
+
+    def install(self, gradient: SlicedTensor) -> None:
+        present: Any = self.earlier if self.is_pending else self.sliced.grad
+        if present is not None:
+            present.add_(gradient)
+        self.sliced.grad = gradient if present is None else present
+        self.earlier = None
+
+
+class Gradients:
+    """The gradients of one trainable bucket.
+
+    Attributes:
+        on_arrival: called in backward when the last of the bucket's gradients has been computed.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.on_arrival: Callable[[], None] | None = None
+        self._bucket = bucket
+        self._gradients = [_Gradient(entry) for entry in bucket.entries]
+        self._kept: FlatBuffer | None = None
+        self._kept_slice: Tensor | None = None
+        self._reduced: Tensor | None = None
+        self._reduction: Iterator[Collective] = iter(())
+        self._underway: Collective | None = None
+        self._left = False
+        for gradient in self._gradients:
+            gradient.whole.register_post_accumulate_grad_hook(self._arrive(gradient))
+
+    def _arrive(self, gradient: _Gradient) -> Any:
+        name = gradient.sliced.slicing.name
+
+        def arrive(whole: Tensor) -> None:
+            if self._left:
+                raise UsageError(
+                    f"a gradient for {name!r} came after its unit {self._bucket.unit!r} had finished backward: the loss "
+                    f"uses a tensor that the unit's forward did not return. Return it from forward."
+                )
+            assert whole.grad is not None
+            if whole.grad.is_sparse:
+                whole.grad = whole.grad.to_dense()
+            gradient.arrived = True
+            if self.on_arrival is not None and self.all_arrived:
+                self.on_arrival()
+
+        return arrive
+
+    @property
+    def device(self) -> torch.device:
+        return self._bucket.device
+
+    @property
+    def any_arrived(self) -> bool:
+        """Whether this backward has computed a gradient for one of the parameters."""
+        return any(g.arrived for g in self._gradients)
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether this backward has computed a gradient for each of the parameters."""
+        return all(g.arrived for g in self._gradients)
+
+    def uses(self) -> list[bool]:
+        """For each parameter, whether this rank has a gradient to send; to be asked before `keep` or `start_reduce`."""
+        return [g.arrived or g.is_pending for g in self._gradients]
+
+    def keep(self) -> None:
+        """Add this micro-batch's gradients to those kept, in the accumulate dtype. Nothing is sent."""
+        if not self.any_arrived:
+            return
+        if self._kept is None:
+            self._kept = self._bucket.buffer(self._bucket.dtypes.accumulate)
+        self._add_arrived(self._kept)
+        for gradient in self._gradients:
+            if gradient.arrived:
+                gradient.show_pending()
+        self._forget_arrived()
+
+    def start_reduce(self) -> None:
+        """Send this micro-batch's gradients together with those kept: (N-1)/N of the bucket over the shard axis."""
+        self._left = True
+        self._reduction = self._reduce(self._take_outgoing())
+        self._underway = next(self._reduction, None)
+
+    def advance_reduce(self) -> bool:
+        """Move a reduce that is under way on by one wait. Returns whether it is done."""
+        if self._underway is not None and self._underway.advance():
+            self._underway = next(self._reduction, None)
+        return self._underway is None
+
+    def finish_reduce(self) -> None:
+        """Wait until this rank's slice of the mean gradient is there."""
+        while not self.advance_reduce():
+            pass
+
+    def install(self, used: Sequence[bool], *, last: bool) -> None:
+        """Add the reduced gradients to `p.grad` of the parameters that some rank used; others keep what they have.
+
+        Args:
+            used: for each parameter, whether any rank had a gradient for it.
+            last: whether the optimizer may step now. Until then masters narrower than the accumulate dtype wait.
+        """
+        assert self._reduced is not None
+        reduced, self._reduced = self._reduced, None
+        dtypes = self._bucket.dtypes
+        if dtypes.accumulate != dtypes.master:
+            if self._kept_slice is not None:
+                reduced.add_(self._kept_slice)
+            self._kept_slice = None if last else reduced
+            reduced = reduced.to(dtypes.master)
+        for position, (gradient, use) in enumerate(zip(self._gradients, used, strict=True)):
+            if use and self._kept_slice is not None:
+                gradient.show_pending()
+            elif use:
+                local = self._bucket.local(reduced, position)
+                gradient.install(SlicedTensor(local, gradient.sliced.slicing))
+
+    @property
+    def reduced(self) -> bool:
+        """Whether a reduced gradient waits for `install`."""
+        return self._reduced is not None
+
+    def reopen(self) -> None:
+        """The backward is over; the next one may bring gradients again."""
+        self._left = False
+
+    def drop(self) -> None:
+        """Forget what is between autograd and `p.grad`, to go on after a backward that failed."""
+        self.finish_reduce()
+        self._kept = self._kept_slice = self._reduced = None
+        self._left = False
+        self._forget_arrived()
+        for gradient in self._gradients:
+            gradient.drop_pending()
+
+    def _take_outgoing(self) -> FlatBuffer:
+        """All that is to be sent, in one buffer in the reduce dtype; autograd's own gradients are let go."""
+        dtypes = self._bucket.dtypes
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._add_arrived(kept)
+            outgoing = kept
+            if dtypes.accumulate != dtypes.reduce:
+                outgoing = self._bucket.buffer(dtypes.reduce, kept.flat.to(dtypes.reduce))
+        else:
+            outgoing = self._bucket.buffer(dtypes.reduce)
+            with torch.no_grad():
+                pairs = list(zip(outgoing.views, self._gradients, strict=True))
+                torch._foreach_copy_([v for v, g in pairs if g.arrived], self._arrived_gradients())
+                for view, gradient in pairs:
+                    if not gradient.arrived:
+                        view.zero_()
+        self._forget_arrived()
+        return outgoing
+
+    def _add_arrived(self, kept: FlatBuffer) -> None:
+        """Add to ``kept``; a parameter whose gradient is new, or was cleared by the user since, starts anew."""
+        with torch.no_grad():
+            for view, gradient in zip(kept.views, self._gradients, strict=True):
+                if not gradient.is_pending or gradient.pending.cleared:
+                    gradient.pending.cleared = False
+                    view.zero_()
+            views = [v for v, g in zip(kept.views, self._gradients, strict=True) if g.arrived]
+            torch._foreach_add_(views, [g.to(kept.flat.dtype) for g in self._arrived_gradients()])
+
+    def _arrived_gradients(self) -> list[Tensor]:
+        return [g.whole.grad for g in self._gradients if g.arrived and g.whole.grad is not None]
+
+    def _forget_arrived(self) -> None:
+        for gradient in self._gradients:
+            gradient.arrived = False
+            gradient.whole.grad = None
+
+    def _reduce(self, outgoing: FlatBuffer) -> Iterator[Collective]:
+        """Reduce-scatter over shard, then all-reduce over every replicate axis."""
+        bucket, mesh = self._bucket, self._bucket.mesh
+        if mesh.shard.size == 1:
+            sent = outgoing.flat
+        else:
+            self._reduced = torch.empty(
+                bucket.layout.slice_numel, dtype=bucket.dtypes.accumulate, device=bucket.device
+            )
+            if collective := mesh.shard.reduce_scatter(outgoing.flat, self._reduced, bucket.unit, bucket.tag + 3):
+                yield collective
+            del outgoing
+            if mesh.copies == 1:
+                return
+            sent = self._reduced.to(bucket.dtypes.reduce)
+        for position, axis in enumerate(mesh.replicate):
+            if collective := axis.all_reduce(sent, bucket.unit, bucket.tag + 4 + 2 * position):
+                yield collective
+        self._reduced = sent.to(bucket.dtypes.accumulate)

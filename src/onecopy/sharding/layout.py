@@ -1,0 +1,87 @@
+"""Layout: how the parameters of a bucket lie end to end in one flat buffer cut into N equal slices. Pure arithmetic.
+
+    parameter   |---- a ----|b|----- c -----|  padding
+    flat        |xxxxxxxxxxx|.|x............|xxxxxxxxxxxx|......|
+    slice       |     rank 0     |     rank 1     |     rank 2     |
+
+Slices cut through parameters anywhere, so the gathered buffer *is* the parameters and no copy interleaves them.
+Every parameter and every slice starts on a multiple of `ALIGNMENT` elements, which keeps kernels on aligned addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+ALIGNMENT: Final = 8
+"""Elements. 16 bytes in bf16, what the widest GPU loads ask for."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one parameter that lies in one slice.
+
+    Attributes:
+        slice_start: where it begins in the slice, in elements.
+        parameter_start: where it begins in the flattened parameter, in elements.
+        numel: its length in elements, 0 when the slice holds nothing of the parameter.
+    """
+
+    slice_start: int
+    parameter_start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of parameters in a flat buffer.
+
+    Attributes:
+        numels: elements of each parameter, in order.
+        num_slices: N, the shard degree.
+        multiple: every slice has a multiple of so many elements; `ALIGNMENT` times the copies of each slice lets
+            ranks that hold the same slice share the work on it evenly.
+    """
+
+    numels: tuple[int, ...]
+    num_slices: int
+    multiple: int = ALIGNMENT
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter begins in the flat buffer, in elements."""
+        offsets, position = [], 0
+        for numel in self.numels:
+            offsets.append(position)
+            position += _round_up(numel, ALIGNMENT)
+        return tuple(offsets)
+
+    @cached_property
+    def slice_numel(self) -> int:
+        """Elements of one slice; at least `multiple`, so that no message is empty."""
+        used = self.offsets[-1] + self.numels[-1] if self.numels else 0
+        return max(_round_up(-(-used // self.num_slices), self.multiple), self.multiple)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the flat buffer, padding included: what travels when the bucket is gathered."""
+        return self.slice_numel * self.num_slices
+
+    def segment(self, index: int, rank: int) -> Segment:
+        """What the slice of ``rank`` holds of parameter ``index``."""
+        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
+        begin, end = self.offsets[index], self.offsets[index] + self.numels[index]
+        start, stop = max(low, begin), min(high, end)
+        if start >= stop:
+            return Segment(0, 0, 0)
+        return Segment(start - low, start - begin, stop - start)
+
+    def segments(self, rank: int) -> Sequence[Segment]:
+        """What the slice of ``rank`` holds, parameter by parameter."""
+        return [self.segment(index, rank) for index in range(len(self.numels))]
+
+
+def _round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple

@@ -1,0 +1,123 @@
+"""Optimizers stay PyTorch's own; this file is where onecopy meets them: before they are stepped, and when remapped.
+
+torch offers global hooks around every optimizer's step. Ours leave optimizers alone that hold no sliced parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from onecopy.errors import UsageError
+from onecopy.sharding.engine import Engine
+from onecopy.sharding.pending import PendingGradient
+from onecopy.sharding.sliced import SlicedTensor, Slicing
+
+_REPLACED = "_onecopy_replaced"
+_hooked = False
+
+
+def watch(engine: Engine) -> None:
+    """Have optimizers checked that hold parameters of this engine."""
+    global _hooked
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            for entry in bucket.entries:
+                entry.sliced._engine = weakref.ref(engine)
+    if not _hooked:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _hooked = True
+
+
+def mark_replaced(parameter: Tensor, name: str) -> None:
+    """Know a parameter again that modules no longer hold, if an optimizer still does."""
+    setattr(parameter, _REPLACED, name)
+
+
+def remap(optimizer: Optimizer, replacements: Mapping[nn.Parameter, SlicedTensor]) -> None:
+    """Let an optimizer that was made before sharding hold the sliced parameters, and slices of its states.
+
+    Args:
+        replacements: from each original parameter to its slice. States of a parameter's shape are sliced, others kept.
+
+    Raises:
+        UsageError: if the optimizer holds none of the parameters.
+    """
+    held = 0
+    for group in optimizer.param_groups:
+        held += sum(parameter in replacements for parameter in group["params"])
+        group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
+    if not held:
+        raise UsageError("optimizer= holds none of the model's parameters; pass the one made from model.parameters().")
+    for parameter in [p for p in optimizer.state if p in replacements]:
+        sliced = replacements[parameter]
+        states = optimizer.state.pop(parameter)
+        optimizer.state[sliced] = {name: _sliced_state(value, sliced.slicing) for name, value in states.items()}
+
+
+def _sliced_state(value: Any, slicing: Slicing) -> Any:
+    if isinstance(value, SlicedTensor) or not isinstance(value, Tensor) or value.shape != slicing.shape or not slicing.shape:
+        return value
+    return SlicedTensor(slicing.cut(value).clone(), slicing)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    sharded = False
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if hasattr(parameter, _REPLACED):
+                raise UsageError(
+                    f"the optimizer holds {getattr(parameter, _REPLACED)!r} as it was before onecopy.shard: make the "
+                    f"optimizer after sharding, or pass it as onecopy.shard(..., optimizer=optimizer)."
+                )
+            if isinstance(parameter, SlicedTensor):
+                sharded = True
+                _check_gradient(parameter)
+                _slice_states(optimizer, parameter)
+        if sharded and group.get("foreach", False) is None and not group.get("fused"):
+            # torch chooses foreach for itself only for plain tensors; one dispatch for each parameter is slow.
+            group["foreach"] = True
+    for engine in _engines_of(optimizer):
+        engine.before_step()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for engine in _engines_of(optimizer):
+        engine.step_done()
+
+
+def _check_gradient(parameter: SlicedTensor) -> None:
+    if isinstance(parameter.grad, PendingGradient):
+        raise UsageError(
+            f"the optimizer was stepped while the gradient of {parameter.slicing.name!r} is kept on its rank: run the "
+            f"step's last micro-batch outside no_sync() (or all accumulate= of them), or call "
+            f"model.reduce_gradients() first."
+        )
+
+
+def _slice_states(optimizer: Optimizer, parameter: SlicedTensor) -> None:
+    """States that were loaded whole, from a run without onecopy, are cut at their first step."""
+    states = optimizer.state.get(parameter)
+    if states:
+        for name, value in states.items():
+            if type(value) is Tensor and value.dim() and value.shape == parameter.shape:
+                states[name] = _sliced_state(value, parameter.slicing)
+
+
+def _engines_of(optimizer: Optimizer) -> set[Engine]:
+    found = {
+        reference()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if isinstance(parameter, SlicedTensor) and (reference := parameter._engine) is not None
+    }
+    return {engine for engine in found if engine is not None}

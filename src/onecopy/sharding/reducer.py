@@ -1,0 +1,145 @@
+"""Reducer: sends units' gradients in one order, a few at a time, and installs the results.
+
+While one unit computes, the gradients of the one before are on the wire: at most `_UNDERWAY` reduces run at once, so
+whole gradients never pile up. Which parameters no rank used is agreed in one small message per backward, because a
+parameter that one process would leave without a gradient must have none here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import torch
+
+from onecopy.comm.collective import Collective
+from onecopy.comm.mesh import Mesh
+from onecopy.sharding.gradients import Gradients
+from onecopy.sharding.order import agree_order
+from onecopy.sharding.unit import Unit
+
+_UNDERWAY: Final = 2
+
+
+class Reducer:
+    """Carries the gradients of one backward.
+
+    Args:
+        units: all units, in the order that every rank knows from the model.
+        order: those with gradients, in the order in which they are expected to finish; the first backward corrects it.
+        mesh: the ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit], order: Sequence[Unit], mesh: Mesh) -> None:
+        self._units = units
+        self._order = list(order)
+        self._mesh = mesh
+        self._all = [gradients for unit in units for gradients in unit.gradients]
+        self._sends = False
+        self._last = False
+        self._next = 0
+        self._finished: list[Unit] = []
+        self._agreed = False
+        self._underway: list[Unit] = []
+        self._uses: dict[Gradients, list[bool]] = {}
+        self._messages: list[Collective] = []
+
+    def begin(self, *, sends: bool, last: bool) -> None:
+        """A backward begins.
+
+        Args:
+            sends: whether its gradients leave the rank.
+            last: whether the optimizer may step after it.
+        """
+        self._sends = sends
+        self._last = last
+        self._next = 0
+        self._finished = []
+        self._uses = {}
+
+    def finished(self, unit: Unit, visited: Collection[Unit]) -> None:
+        """The unit has computed all its gradients: send them as soon as those before it in the order are sent.
+
+        Args:
+            visited: the units that forward came through; others will have no gradient on this rank.
+        """
+        if unit.finished or not unit.gradients:
+            return
+        unit.finished = True
+        self._finished.append(unit)
+        if not self._sends:
+            for gradients in unit.gradients:
+                gradients.keep()
+            return
+        while self._next < len(self._order):
+            head = self._order[self._next]
+            if not head.finished and (head in visited or head.awaits_backward):
+                break
+            self._send(head)
+
+    def end(self) -> None:
+        """The backward is over: send the rest, and set `p.grad` unless the gradients are kept."""
+        if not self._sends:
+            for gradients in self._all:
+                gradients.keep()
+            return
+        while self._next < len(self._order):
+            self._send(self._order[self._next])
+        used = self._agree_on_use()
+        while self._underway:
+            self._complete(self._underway.pop(0))
+        for gradients in self._all:
+            if gradients.reduced:
+                gradients.install(used[gradients], last=self._last)
+            gradients.reopen()
+        if not self._agreed and self._finished:
+            self._agreed = True
+            self._order = agree_order(self._mesh, self._units, self._finished, self._order)
+
+    def drop(self) -> None:
+        """Forget a backward that failed."""
+        self._underway = []
+        for gradients in self._all:
+            gradients.drop()
+
+    def _send(self, unit: Unit) -> None:
+        self._next += 1
+        for earlier in list(self._underway):
+            if all([gradients.advance_reduce() for gradients in earlier.gradients]):
+                self._underway.remove(earlier)
+                self._complete(earlier)
+        while len(self._underway) >= _UNDERWAY:
+            self._complete(self._underway.pop(0))
+        for gradients in unit.gradients:
+            self._uses[gradients] = gradients.uses()
+            gradients.start_reduce()
+        self._underway.append(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """Wait for a unit's reduce. Where this rank used every parameter, no agreement is needed to set `p.grad`."""
+        for gradients in unit.gradients:
+            gradients.finish_reduce()
+            if all(self._uses[gradients]):
+                gradients.install(self._uses[gradients], last=self._last)
+
+    def _agree_on_use(self) -> dict[Gradients, list[bool]]:
+        """For each parameter whether any rank has a gradient for it.
+
+        A rank with gradients for all of them knows the answer: it sends its message and does not wait.
+        """
+        for message in self._messages:
+            message.finish()
+        self._messages = []
+        own = [use for gradients in self._all for use in self._uses[gradients]]
+        if self._mesh.size == 1 or not own:
+            return self._uses
+        flags = torch.tensor(own, dtype=torch.uint8, device=self._all[0].device)
+        if all(own):
+            sent = [axis.combine(flags, "agree", maximum=True) for axis in self._mesh.axes]
+            self._messages = [message for message in sent if message is not None]
+            return self._uses
+        for axis in self._mesh.axes:
+            if message := axis.combine(flags, "agree", maximum=True):
+                message.finish()
+        answers = iter(bool(flag) for flag in flags.tolist())
+        return {gradients: [next(answers) for _ in uses] for gradients, uses in ((g, self._uses[g]) for g in self._all)}

@@ -1,0 +1,160 @@
+"""SlicedTensor: a tensor of a parameter's full shape that holds only this rank's slice of its elements.
+
+Parameters are SlicedTensors whenever the model is not computing, and so are their gradients and optimizer states.
+What an operation does to one is decided by `operations.py`; this file is the tensor alone.
+
+One private torch name is used here, read in torch 2.13: `_disabled_torch_function_impl` (the documented way to say
+"this subclass has no __torch_function__"). tests/test_private_apis.py fails clearly when it moves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from onecopy.comm.mesh import Axis
+from onecopy.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Which elements of which parameter a SlicedTensor holds.
+
+    Attributes:
+        name: the parameter's fully qualified name.
+        shape: its full shape.
+        strides: strides of the whole, dense tensor; its elements are flattened in memory order.
+        start: the first element held, in the flattened parameter.
+        numel: how many are held; may be 0.
+        axis: the mesh axis along which the other slices lie.
+    """
+
+    name: str
+    shape: torch.Size
+    strides: tuple[int, ...]
+    start: int
+    numel: int
+    axis: Axis
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """This rank's elements of ``whole`` (full shape, any strides), 1-D."""
+        return flatten(whole, self.strides)[self.start : self.start + self.numel]
+
+    def matches(self, other: Slicing) -> bool:
+        """Whether both hold the same elements of tensors of the same shape."""
+        return self is other or (
+            self.shape == other.shape
+            and self.strides == other.strides
+            and self.start == other.start
+            and self.numel == other.numel
+        )
+
+
+Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class RuleTable(dict[Any, Rule]):
+    """What each ATen operation does to SlicedTensors; `operations.py` fills it, and finds a rule at its first use."""
+
+    find: Callable[[Any], Rule]
+
+    def __missing__(self, func: Any) -> Rule:
+        rule = self[func] = self.find(func)
+        return rule
+
+
+RULES = RuleTable()
+
+
+class SlicedTensor(torch.Tensor):
+    """Full shape, dtype and device of a parameter; storage of this rank's slice only.
+
+    Elementwise operations, what optimizers do, act on the local slices. Norms reduce over the shard axis. Every other
+    operation raises `NeedsWholeError`, which names the parameter: use `onecopy.gathered` there.
+
+    Attributes:
+        local: this rank's elements, 1-D, plain tensor; may be empty.
+        slicing: which elements these are.
+    """
+
+    local: Tensor
+    slicing: Slicing
+    _on_write: Callable[[], None] | None
+    # Of a module's parameter: who runs the model (`optimizers.py`). Weak, for the engine holds the parameter.
+    _engine: weakref.ref[Any] | None = None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor,
+        slicing: Slicing,
+        *,
+        on_write: Callable[[], None] | None = None,
+        requires_grad: bool = False,
+    ) -> SlicedTensor:
+        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            slicing.shape,
+            strides=slicing.strides,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=requires_grad,
+        )
+        tensor.local = local
+        tensor.slicing = slicing
+        tensor._on_write = on_write
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return RULES[func](func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        stop = self.slicing.start + self.slicing.numel
+        return (
+            f"{type(self).__name__}({self.slicing.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"holds=[{self.slicing.start}:{stop}] of {self.numel()})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
+        if isinstance(self, torch.nn.Parameter):
+            raise UsageError(
+                f"a sharded model cannot be deep-copied (found parameter {self.slicing.name!r}): copy it before "
+                f"onecopy.shard, or copy whole tensors inside `with onecopy.gathered(model):`."
+            )
+        copy = SlicedTensor(self.local.clone(), self.slicing)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"{self.slicing.name!r} is sharded: pickling it (torch.save) would keep this rank's slice alone. Save "
+            f"model.state_dict() inside `with onecopy.gathered(model):`."
+        )
+
+
+def flatten(whole: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The elements of ``whole`` in the memory order of a dense tensor with ``strides``, 1-D; a view where it can be."""
+    return whole.permute(memory_order(strides)).reshape(-1)
+
+
+def memory_order(strides: tuple[int, ...]) -> list[int]:
+    """Dimensions from the slowest to the fastest in memory."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides that a dense copy of ``tensor`` keeps: its own when its elements fill their memory, else contiguous ones.
+
+    So channels_last and transposed weights stay what they are, and expanded or strided ones become contiguous.
+    """
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()

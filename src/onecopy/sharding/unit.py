@@ -1,0 +1,134 @@
+"""Unit: a module scope whose parameters are gathered and released as one, and the visits that computation pays to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from onecopy.errors import UsageError
+from onecopy.sharding.bucket import Bucket
+from onecopy.sharding.gradients import Gradients
+
+
+class Visit:
+    """One forward of a unit that autograd recorded. It lives as long as the graph of that forward does.
+
+    Attributes:
+        changes: state of the unit's parameters at the time of the forward.
+        marked: the forward had inputs that require a gradient, so that the end of its backward can be seen.
+        began: its backward has begun.
+        ended: its backward has run through the whole unit.
+    """
+
+    __slots__ = ("__weakref__", "began", "changes", "ended", "marked")
+
+    def __init__(self, changes: int) -> None:
+        self.changes = changes
+        self.marked = False
+        self.began = False
+        self.ended = False
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A forward of a unit that is running now.
+
+    Attributes:
+        visit: None where autograd records nothing.
+        recomputes: it runs inside a backward, for an activation checkpoint.
+        autocast_cache: whether autocast kept cast weights before it began.
+    """
+
+    visit: Visit | None
+    recomputes: bool
+    autocast_cache: bool
+
+
+class Unit:
+    """See the file's first line.
+
+    Args:
+        name: fully qualified name of the scope; "" is the root.
+        scope: the module whose forward needs the parameters.
+        buckets: the parameters below ``scope`` that no unit further down has.
+
+    Attributes:
+        gradients: those of its trainable buckets.
+        visits: recorded forwards whose graphs are alive.
+        passages: forwards that are running now; more than one when the unit calls itself.
+        holds: a graph exists whose backward no hook can announce; the unit stays whole until a backward ends.
+        finished: this backward has nothing more to do here.
+    """
+
+    def __init__(self, name: str, scope: nn.Module, buckets: Sequence[Bucket]) -> None:
+        self.name = name
+        self.scope = scope
+        self.buckets = tuple(buckets)
+        self.gradients: tuple[Gradients, ...] = ()
+        self.rebuild_gradients()
+        self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self.passages: list[Passage] = []
+        self.holds = False
+        self.finished = False
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {sum(len(b.entries) for b in self.buckets)} parameters)"
+
+    @property
+    def changes(self) -> int:
+        """Counts writes to the parameters."""
+        return sum(bucket.changes for bucket in self.buckets)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a recorded forward is left whose backward has not run."""
+        return any(not visit.ended for visit in self.visits)
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether this backward has computed every gradient of the unit."""
+        return all(g.all_arrived for g in self.gradients)
+
+    def rebuild_gradients(self) -> None:
+        """Start from no gradients; to be called when the buckets have new parameters."""
+        self.gradients = tuple(Gradients(bucket) for bucket in self.buckets if bucket.trainable)
+
+    def record_visit(self) -> Visit:
+        visit = Visit(self.changes)
+        self.visits.add(visit)
+        return visit
+
+    def check_visit(self, visit: Visit) -> None:
+        """Raise `UsageError` if the parameters changed between a forward and its backward."""
+        if visit.changes != self.changes:
+            raise UsageError(
+                f"the parameters of unit {self.name!r} were changed between a forward and its backward (an optimizer "
+                f"step?): run the backward first, or the forward again."
+            )
+
+    def start_gather(self, *, backward: bool = False) -> None:
+        for bucket in self.buckets:
+            bucket.start_gather(backward=backward)
+
+    def finish_gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def release(self) -> None:
+        for bucket in self.buckets:
+            bucket.release()
+
+    def show_whole(self) -> None:
+        for bucket in self.buckets:
+            bucket.show_whole()
+
+    def show_sliced(self) -> None:
+        for bucket in self.buckets:
+            bucket.show_sliced()
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` looks at memory that `release` gives back."""
+        return any(bucket.shares_memory(tensor) for bucket in self.buckets)
