@@ -1,0 +1,230 @@
+"""A sharded run equals one process that trains on the whole batch, at every stage, N, precision and loop.
+
+The oracle is `oracle.py`: plain PyTorch, no sharding. Every rank trains on rows of its own. One fork serves all the
+loops of a (stage, N, precision); each loop is a test of its own.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from models import TinyGPT, seeded, token_batches
+from oracle import (
+    OPTIMIZERS,
+    Batch,
+    Run,
+    gathered_weights,
+    part,
+    train,
+    train_in_rank_order,
+    train_twin,
+    whole_weights,
+)
+from ranks import RankError, run_ranks
+
+import onecopy
+
+STAGES = (0, 1, 2, 3)
+RANKS = (1, 2, 3, 4)
+HALF = {"fp32": None, "bf16": torch.bfloat16}
+CLIP = 0.5
+"""Below every gradient norm of these runs, so that clipping acts in each step."""
+
+Loop = tuple[int, str, float | None]
+LOOPS: tuple[Loop, ...] = tuple(product((1, 3), OPTIMIZERS, (None, CLIP)))
+
+
+def _batches(accumulate: int, optimizer: str) -> list[Batch]:
+    """Ten steps with SGD; six with Adam, whose six variants would otherwise take most of the time."""
+    return token_batches(accumulate * (10 if optimizer == "sgd" else 6))
+
+
+def _sharded(rank: int, num_ranks: int, stage: int, precision: str, dtype: torch.dtype, loop: Loop) -> Run:
+    accumulate, optimizer_name, clip = loop
+    model = onecopy.shard(
+        seeded(TinyGPT).to(dtype),
+        stage,
+        precision=None if dtype == torch.float64 else precision,
+        accumulate=accumulate,
+    )
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    batches = [part(batch, rank, num_ranks) for batch in _batches(accumulate, optimizer_name)]
+    run = train(model, optimizer, batches, accumulate=accumulate, clip=clip)
+    run.weights = gathered_weights(model)
+    return run
+
+
+def _twin(loop: Loop, half: torch.dtype | None = None, dtype: torch.dtype = torch.float32) -> Run:
+    accumulate, optimizer_name, clip = loop
+    model = seeded(TinyGPT).to(dtype)
+    batches = _batches(accumulate, optimizer_name)
+    return train_twin(model, OPTIMIZERS[optimizer_name], batches, accumulate=accumulate, clip=clip, half=half)
+
+
+@cache
+def _group(stage: int, num_ranks: int, precision: str) -> list[dict[Loop, Run]] | RankError:
+    """All loops of one (stage, N, precision), by rank. An error is kept, so that it is not waited for 16 times."""
+    run = lambda rank: {  # noqa: E731 (reads as the table it is)
+        loop: _sharded(rank, num_ranks, stage, precision, torch.float32, loop) for loop in LOOPS
+    }
+    try:
+        return run_ranks(num_ranks, run, timeout=120)
+    except RankError as error:
+        return error
+
+
+def _runs(stage: int, num_ranks: int, precision: str, loop: Loop) -> list[Run]:
+    group = _group(stage, num_ranks, precision)
+    if isinstance(group, RankError):
+        raise group
+    return [runs[loop] for runs in group]
+
+
+@cache
+def _twins(precision: str) -> dict[Loop, Run]:
+    half = HALF[precision]
+    return run_ranks(1, lambda rank: {loop: _twin(loop, half) for loop in LOOPS}, group=False)[0]
+
+
+@cache
+def _start() -> dict[str, torch.Tensor]:
+    return run_ranks(1, lambda rank: whole_weights(seeded(TinyGPT)), group=False)[0]
+
+
+def _mean_losses(runs: list[Run]) -> list[float]:
+    """Parts of equal size: the mean over ranks is the mean over the whole batch."""
+    return [sum(losses) / len(runs) for losses in zip(*(run.losses for run in runs), strict=True)]
+
+
+def _every_rank_agrees(runs: list[Run]) -> None:
+    for run in runs[1:]:
+        assert run.norms == runs[0].norms
+        assert all(torch.equal(run.weights[name], value) for name, value in runs[0].weights.items())
+
+
+def _id(loop: Loop) -> str:
+    accumulate, optimizer, clip = loop
+    return f"{optimizer}-g{accumulate}-{'clipped' if clip else 'unclipped'}"
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=_id)
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_run_equals_whole_batch_twin(stage: int, num_ranks: int, loop: Loop) -> None:
+    """To 1e-6: losses and norms relative, weights absolute.
+
+    DDP and fully_shard differ from the same twin by up to 2.4e-7 in all three, with SGD as with AdamW: the model has
+    no parameter whose gradient is truly zero, so Adam has no rounding to blow up.
+    """
+    runs = _runs(stage, num_ranks, "fp32", loop)
+    twin = _twins("fp32")[loop]
+    _every_rank_agrees(runs)
+    assert min(twin.norms) > CLIP, "clipping must act in every step"
+    assert _mean_losses(runs) == pytest.approx(twin.losses, rel=1e-6, abs=0)
+    assert runs[0].norms == pytest.approx(twin.norms, rel=1e-6, abs=0)
+    assert runs[0].weights.keys() == twin.weights.keys()
+    for name, expected in twin.weights.items():
+        torch.testing.assert_close(runs[0].weights[name], expected, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=_id)
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_run_equals_whole_batch_twin(stage: int, num_ranks: int, loop: Loop) -> None:
+    """bf16 compute over fp32 masters, to what the rounding of gradients to bf16 leaves.
+
+    A gradient is rounded once on each rank where the twin rounds it once for the whole batch (2^-8 of it each). On the
+    same loops fully_shard differs from the twin by up to 1.1e-3 in losses, 5.4e-3 in norms and 1.0e-2 in the update:
+    the limits are the next powers of two above twice, one and a half and one and a half times that. The sharp test of
+    bf16 is the one to the last bit below.
+    """
+    runs = _runs(stage, num_ranks, "bf16", loop)
+    twin = _twins("bf16")[loop]
+    _every_rank_agrees(runs)
+    assert _mean_losses(runs) == pytest.approx(twin.losses, rel=2**-8, abs=0)
+    assert runs[0].norms == pytest.approx(twin.norms, rel=2**-7, abs=0)
+    assert all(weight.dtype == torch.float32 for weight in runs[0].weights.values())
+    error = sum((runs[0].weights[name] - value).square().sum() for name, value in twin.weights.items())
+    update = sum((_start()[name] - value).square().sum() for name, value in twin.weights.items())
+    assert error**0.5 <= 2**-6 * update**0.5
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_float64_run_equals_whole_batch_twin_to_1e_12(stage: int, num_ranks: int) -> None:
+    """What is left in fp32 is rounding and nothing else: in fp64 it shrinks by 2^-29 with it."""
+    loop: Loop = (3, "sgd", CLIP)
+    runs = run_ranks(num_ranks, lambda rank: _sharded(rank, num_ranks, stage, "", torch.float64, loop))
+    twin = run_ranks(1, lambda rank: _twin(loop, dtype=torch.float64), group=False)[0]
+    _every_rank_agrees(runs)
+    assert _mean_losses(runs) == pytest.approx(twin.losses, rel=1e-12, abs=0)
+    assert runs[0].norms == pytest.approx(twin.norms, rel=1e-12, abs=0)
+    for name, expected in twin.weights.items():
+        torch.testing.assert_close(runs[0].weights[name], expected, rtol=0, atol=1e-12)
+
+
+EXACT_LOOPS: tuple[Loop, ...] = tuple((g, name, None) for g in (1, 3) for name in ("adamw-loop", "adamw", "sgd"))
+"""Without clipping: the norm's sum has an order of its own."""
+
+
+@pytest.mark.parametrize("loop", EXACT_LOOPS, ids=_id)
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_run_equals_rank_ordered_twin_to_the_last_bit(
+    stage: int, num_ranks: int, precision: str, loop: Loop
+) -> None:
+    """Against one process that computes each rank's gradients and adds them in rank order in fp32.
+
+    Stages 0 and 1 add micro-batches before ranks, stages 2 and 3 after; in bf16 the former round that sum once more on
+    the wire, which the twin does not do, so they are compared where nothing is summed first (g = 1, and not stage 0,
+    which sends the mean back in bf16).
+    """
+    accumulate, optimizer_name, _ = loop
+    if precision == "bf16" and (stage == 0 or (stage == 1 and accumulate > 1)) and num_ranks > 1:
+        pytest.skip("rounds once more on the wire; held to the whole-batch twin instead")
+    runs = _runs(stage, num_ranks, precision, loop)
+    twin = _rank_ordered(num_ranks, precision, loop, sum_first=stage < 2)
+    for name, expected in twin.weights.items():
+        assert torch.equal(runs[0].weights[name], expected), name
+
+
+@cache
+def _rank_ordered(num_ranks: int, precision: str, loop: Loop, sum_first: bool) -> Run:
+    accumulate, optimizer_name, _ = loop
+
+    def run(rank: int) -> Run:
+        return train_in_rank_order(
+            seeded(TinyGPT),
+            OPTIMIZERS[optimizer_name],
+            _batches(accumulate, optimizer_name),
+            num_ranks,
+            accumulate=accumulate,
+            half=HALF[precision],
+            sum_first=sum_first,
+        )
+
+    return run_ranks(1, run, group=False)[0]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=_id)
+def test_gradient_norm_is_the_same_at_every_stage_and_n(loop: Loop) -> None:
+    """The classical fault: a norm of the local part alone, off by the square root of N."""
+    norms = {(stage, n): _runs(stage, n, "fp32", loop)[0].norms for stage in STAGES for n in RANKS}
+    for found in norms.values():
+        assert found == pytest.approx(norms[0, 1], rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_process_without_a_group_equals_twin_bitwise(stage: int) -> None:
+    """The same loop in plain ``python``: N = 1, nothing to join, nothing to round."""
+    loop: Loop = (3, "adamw-fused", CLIP)
+    run = run_ranks(1, lambda rank: _sharded(rank, 1, stage, "fp32", torch.float32, loop), group=False)[0]
+    twin = _twins("fp32")[loop]
+    assert run.losses == twin.losses
+    assert run.norms == pytest.approx(twin.norms, rel=1e-6, abs=0)
+    for name, expected in twin.weights.items():
+        torch.testing.assert_close(run.weights[name], expected, rtol=0, atol=1e-7)
