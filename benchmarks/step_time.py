@@ -2,8 +2,8 @@
 
     python benchmarks/step_time.py --ranks 2 --steps 12
 
-Every contestant holds its own copy of one GPT, gets the same batches, and takes one step in turn, so that the machine's
-ups and downs meet all alike. Losses must agree before a time counts. Ratios are taken step by step; medians are printed.
+Every contestant holds its own copy of one GPT, gets the same batches, and takes one step in turn, so that the
+machine's ups and downs meet all alike. Losses must agree before a time counts. Ratios are taken step by step; medians are printed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpt import GPT, Shape
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
+from gpt import GPT, Shape
 
 SHAPES = {
     "3m": Shape(layers=4, hidden=256, heads=4, vocabulary=1024),

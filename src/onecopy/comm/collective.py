@@ -136,8 +136,8 @@ class Collective:
         waited = perf_counter() - self._issued
         if "imed out" in str(error) or "imeout" in str(error):
             raise CollectiveTimeout(
-                f"{what}: no answer from {who} within {waited:.1f} s. Every rank must run the same number of forward and "
-                f"backward passes through the same units; look there for an error, or raise the process group's timeout."
+                f"{what}: no answer from {who} within {waited:.1f} s. Every rank must run the same number of forward "
+                f"and backward passes; look there for an error, or raise the process group's timeout."
             ) from error
         raise CollectiveError(
             f"{what}: the connection to {who} broke after {waited:.1f} s. That rank has most likely ended; "

@@ -14,7 +14,7 @@ from typing import Final, Literal
 Phase = Literal["setup", "forward", "backward", "step"]
 
 STATE_OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce")
-"""The operations that carry model states, whose volume ZeRO §7 gives; all others are control messages of a few bytes."""
+"""The operations that carry model states, whose volume ZeRO §7 gives; all others are small control messages."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Entry:
     """All collectives of one kind.
 
     Attributes:
-        op: "all_gather", "reduce_scatter", "all_reduce", or a control message: "agree", "norm", "overflow", "broadcast".
+        op: "all_gather", "reduce_scatter", "all_reduce"; or a control message: "agree", "norm", "overflow"; or the
+            set-up's "broadcast".
         phase: what the model was doing: "setup", "forward", "backward" or "step".
         unit: the unit whose parameters travelled; "" for control messages.
         axis: the mesh axis.
@@ -57,7 +58,11 @@ class Traffic:
         ]
 
     def bytes_sent(
-        self, op: str | None = None, phase: Phase | None = None, unit: str | None = None, axis: str | None = None
+        self,
+        op: str | None = None,
+        phase: Phase | None = None,
+        unit: str | None = None,
+        axis: str | None = None,
     ) -> int:
         """Bytes sent by this rank in the entries that match every filter given."""
         wanted = (op, phase, unit, axis)
@@ -80,7 +85,8 @@ class Traffic:
         """The entries as lines of text, widest traffic first."""
         head = f"{'op':<15}{'phase':<10}{'axis':<11}{'calls':>7}{'bytes sent':>15}{'seconds':>10}{'exposed':>10}  unit"
         rows = [
-            f"{e.op:<15}{e.phase:<10}{e.axis:<11}{e.calls:>7}{e.bytes_sent:>15,}{e.seconds:>10.4f}{e.exposed:>10.4f}  {e.unit}"
+            f"{e.op:<15}{e.phase:<10}{e.axis:<11}{e.calls:>7}{e.bytes_sent:>15,}{e.seconds:>10.4f}{e.exposed:>10.4f}"
+            f"  {e.unit}"
             for e in sorted(self.entries, key=lambda entry: -entry.bytes_sent)
         ]
         return "\n".join([head, *rows])
@@ -118,9 +124,7 @@ class Ledger:
         finally:
             self.phase = before
 
-    def record(
-        self, op: str, unit: str, axis: str, *, phase: Phase, sent: int, seconds: float, exposed: float
-    ) -> None:
+    def record(self, op: str, unit: str, axis: str, *, phase: Phase, sent: int, seconds: float, exposed: float) -> None:
         """Book one finished collective: ``sent`` in bytes, the times in seconds."""
         key = (op, phase, unit, axis)
         self.current._add(key, sent, seconds, exposed)

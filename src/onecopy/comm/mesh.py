@@ -140,9 +140,7 @@ class Mesh:
         return product
 
 
-def make_mesh(
-    mesh: DeviceMesh | None, *, shards: bool, device: torch.device, ledger: Ledger, staging: Staging
-) -> Mesh:
+def make_mesh(mesh: DeviceMesh | None, *, shards: bool, device: torch.device, ledger: Ledger, staging: Staging) -> Mesh:
     """The mesh of a model.
 
     Args:

@@ -48,7 +48,7 @@ class Peers:
 
 
 class Transport(Protocol):
-    """The collectives the engine needs. ``whole`` is flat and holds `size` equal slices; ``tag`` names the collective."""
+    """The collectives the engine needs. ``whole`` is flat, of `size` equal slices; ``tag`` names the collective."""
 
     def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
         """Fill ``whole``, in which this rank's slice is already in place. Sends (N-1)/N of it."""
@@ -86,9 +86,7 @@ class DirectExchange:
             step = staged.shape[1]
             pieces = [(start, min(start + step, mine.numel())) for start in range(0, mine.numel(), step)]
             sends = [
-                _send(peers, slices[peer][start:stop], peer, tag)
-                for start, stop in pieces
-                for peer in peers.others()
+                _send(peers, slices[peer][start:stop], peer, tag) for start, stop in pieces for peer in peers.others()
             ]
             for start, stop in pieces:
                 rows = {peer: staged[i, : stop - start] for i, peer in enumerate(peers.others())}
@@ -123,7 +121,7 @@ class DirectExchange:
 
 
 class NativeCalls:
-    """The backend's own collectives. They run on the backend's streams; waiting orders the caller's stream after them."""
+    """The backend's own collectives, on its own streams; waiting orders the caller's stream after them."""
 
     def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
         mine = whole.chunk(peers.size)[peers.rank]

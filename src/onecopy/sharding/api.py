@@ -112,9 +112,12 @@ def shard(
         remap(optimizer, _replacements(scopes, made))
     _retire(scopes)
     watch(engine)
-    setattr(model, _ENGINE, engine)
-    model.no_sync = engine.no_sync
-    model.reduce_gradients = engine.reduce_gradients
+    for name, value in {
+        _ENGINE: engine,
+        "no_sync": engine.no_sync,
+        "reduce_gradients": engine.reduce_gradients,
+    }.items():
+        setattr(model, name, value)
     return model
 
 
@@ -193,6 +196,6 @@ def _check_not_sharded(model: nn.Module) -> None:
         sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, _ENGINE)
         if sharded:
             raise UsageError(
-                f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, and "
-                f"say with units= what is gathered as one."
+                f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, "
+                f"and say with units= what is gathered as one."
             )

@@ -46,12 +46,14 @@ class Entry:
         name: its fully qualified name; the first one where it is tied.
         places: every place that holds it.
         sliced: what they hold while the model is not computing.
+        shown: the same object, as the `nn.Parameter` that it is to modules.
         whole: what they hold while the unit computes: a plain leaf, whose gradient autograd fills.
     """
 
     name: str
     places: tuple[Place, ...]
     sliced: SlicedTensor
+    shown: nn.Parameter
     whole: nn.Parameter
 
 
@@ -105,16 +107,16 @@ class Bucket:
             segment.numel,
             self.mesh.shard,
         )
-        sliced = nn.Parameter(
-            SlicedTensor(self.local(self.master, position), slicing, on_write=self._written), self.trainable
-        )
+        local = self.local(self.master, position)
+        shown = nn.Parameter(SlicedTensor(local, slicing, on_write=self._written), self.trainable)
+        sliced: Tensor = shown
         assert isinstance(sliced, SlicedTensor)
         whole = nn.Parameter(self._whole.views[position], self.trainable)
         for attribute, value in vars(found.parameter).items():
             if attribute not in vars(sliced):
                 setattr(sliced, attribute, value)
                 setattr(whole, attribute, value)
-        return Entry(found.name, found.places, sliced, whole)
+        return Entry(found.name, found.places, sliced, shown, whole)
 
     def buffer(self, dtype: torch.dtype, memory: Tensor | None = None) -> FlatBuffer:
         """A buffer for the whole bucket, over new memory of undefined content unless ``memory`` is given."""
@@ -132,7 +134,7 @@ class Bucket:
         """Let modules hold the sliced parameters."""
         for entry in self.entries:
             for module, attribute in entry.places:
-                module._parameters[attribute] = entry.sliced
+                module._parameters[attribute] = entry.shown
 
     def show_whole(self) -> None:
         """Let modules hold the whole parameters; only while they are gathered."""
@@ -222,7 +224,7 @@ class Bucket:
                     f"{entry.sliced.requires_grad} now: freeze and unfreeze before sharding."
                 )
             module, attribute = entry.places[0]
-            if module._parameters.get(attribute) is not entry.sliced:
+            if module._parameters.get(attribute) is not entry.shown:
                 raise UsageError(
                     f"parameter {entry.name!r} was replaced after onecopy.shard; edit it in place inside "
                     f"`with onecopy.gathered(model, write=True):` instead."

@@ -87,8 +87,8 @@ class Gradients:
         def arrive(whole: Tensor) -> None:
             if self._left:
                 raise UsageError(
-                    f"a gradient for {name!r} came after its unit {self._bucket.unit!r} had finished backward: the loss "
-                    f"uses a tensor that the unit's forward did not return. Return it from forward."
+                    f"a gradient for {name!r} came after its unit {self._bucket.unit!r} had finished backward: the "
+                    f"loss uses a tensor that the unit's forward did not return. Return it from forward."
                 )
             assert whole.grad is not None
             if whole.grad.is_sparse:
@@ -230,9 +230,7 @@ class Gradients:
         if mesh.shard.size == 1:
             sent = outgoing.flat
         else:
-            self._reduced = torch.empty(
-                bucket.layout.slice_numel, dtype=bucket.dtypes.accumulate, device=bucket.device
-            )
+            self._reduced = torch.empty(bucket.layout.slice_numel, dtype=bucket.dtypes.accumulate, device=bucket.device)
             if collective := mesh.shard.reduce_scatter(outgoing.flat, self._reduced, bucket.unit, bucket.tag + 3):
                 yield collective
             del outgoing

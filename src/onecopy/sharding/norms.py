@@ -9,6 +9,7 @@ the global one, at one collective a call, with the loop left as written.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -36,17 +37,15 @@ class PartialNorm(torch.Tensor):
 
     @staticmethod
     def __new__(cls, powers: Tensor, order: float, axis: Axis, dtype: torch.dtype) -> PartialNorm:
-        tensor: PartialNorm = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, powers.shape, dtype=dtype, device=powers.device
-        )
+        tensor: PartialNorm = torch.Tensor._make_wrapper_subclass(cls, powers.shape, dtype=dtype, device=powers.device)
         tensor.powers = powers
         tensor.order = order
         tensor.axis = axis
         return tensor
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten.stack.default and len(args) == 1 and _alike(args[0]):
@@ -60,7 +59,7 @@ class PartialNorm(torch.Tensor):
             return args[0]
         return func(*[_resolved(a) for a in args], **{k: _resolved(v) for k, v in kwargs.items()})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartialNorm(order={self.order}, shape={tuple(self.shape)})"
 
     def resolve(self) -> Tensor:
@@ -101,7 +100,10 @@ def partial_norm(local: Tensor, axis: Axis, order: float, dtype: torch.dtype) ->
 
 def _alike(norms: Any) -> bool:
     return bool(norms) and all(
-        isinstance(n, PartialNorm) and n.order == norms[0].order and n.axis is norms[0].axis and n.dtype == norms[0].dtype
+        isinstance(n, PartialNorm)
+        and n.order == norms[0].order
+        and n.axis is norms[0].axis
+        and n.dtype == norms[0].dtype
         for n in norms
     )
 

@@ -22,6 +22,7 @@ from onecopy.sharding.sliced import RULES, Rule, SlicedTensor
 
 aten = torch.ops.aten
 
+
 def _find_rule(func: Any) -> Rule:
     name: str = func._schema.name.removeprefix("aten::")
     if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
@@ -75,7 +76,9 @@ class _InPlaceLists:
 
 
 def _tell_written(tensors: Any) -> None:
-    owners = {t._on_write for t in tensors if isinstance(t, SlicedTensor)} if isinstance(tensors, list | tuple) else set()
+    owners = (
+        {t._on_write for t in tensors if isinstance(t, SlicedTensor)} if isinstance(tensors, list | tuple) else set()
+    )
     for tell in owners:
         if tell is not None:
             tell()
@@ -184,8 +187,8 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _needs_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     found = _first_sliced(args, kwargs)
     raise NeedsWholeError(
-        f"{_name(func)} needs the whole parameter {found.slicing.name!r} {tuple(found.shape)}, of which this rank holds "
-        f"{found.slicing.numel} elements. Use it inside `with onecopy.gathered(model):`, or call the model (a unit's "
+        f"{_name(func)} needs the whole parameter {found.slicing.name!r} {tuple(found.shape)}, of which this rank "
+        f"holds {found.slicing.numel} elements. Use it inside `with onecopy.gathered(model):`, or call the model (a unit's "
         f"parameters are whole while its forward runs)."
     )
 
@@ -213,17 +216,16 @@ def _name(func: Any) -> str:
 RULES.find = _find_rule
 RULES.update(
     {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.zeros_like.default: _new_like,
-    aten.ones_like.default: _new_like,
-    aten.empty_like.default: _new_like,
-    aten.full_like.default: _new_like,
-    aten._to_copy.default: _to_copy,
-    aten.linalg_vector_norm.default: _vector_norm,
-    aten.norm.Scalar: _norm,
-    aten.norm.ScalarOpt_dim: _norm,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-}
+        aten.detach.default: _alias,
+        aten.alias.default: _alias,
+        aten.zeros_like.default: _new_like,
+        aten.ones_like.default: _new_like,
+        aten.empty_like.default: _new_like,
+        aten.full_like.default: _new_like,
+        aten._to_copy.default: _to_copy,
+        aten.linalg_vector_norm.default: _vector_norm,
+        aten.norm.Scalar: _norm,
+        aten.norm.ScalarOpt_dim: _norm,
+        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    }
 )
-

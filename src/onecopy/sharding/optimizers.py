@@ -58,14 +58,20 @@ def remap(optimizer: Optimizer, replacements: Mapping[nn.Parameter, SlicedTensor
         group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
     if not held:
         raise UsageError("optimizer= holds none of the model's parameters; pass the one made from model.parameters().")
-    for parameter in [p for p in optimizer.state if p in replacements]:
-        sliced = replacements[parameter]
+    for parameter, sliced in replacements.items():
+        if parameter not in optimizer.state:
+            continue
         states = optimizer.state.pop(parameter)
         optimizer.state[sliced] = {name: _sliced_state(value, sliced.slicing) for name, value in states.items()}
 
 
 def _sliced_state(value: Any, slicing: Slicing) -> Any:
-    if isinstance(value, SlicedTensor) or not isinstance(value, Tensor) or value.shape != slicing.shape or not slicing.shape:
+    if (
+        isinstance(value, SlicedTensor)
+        or not isinstance(value, Tensor)
+        or value.shape != slicing.shape
+        or not slicing.shape
+    ):
         return value
     return SlicedTensor(slicing.cut(value).clone(), slicing)
 

@@ -105,7 +105,8 @@ class Reducer:
     def _send(self, unit: Unit) -> None:
         self._next += 1
         for earlier in list(self._underway):
-            if all([gradients.advance_reduce() for gradients in earlier.gradients]):
+            done = [gradients.advance_reduce() for gradients in earlier.gradients]
+            if all(done):
                 self._underway.remove(earlier)
                 self._complete(earlier)
         while len(self._underway) >= _UNDERWAY:
@@ -139,7 +140,7 @@ class Reducer:
             self._messages = [message for message in sent if message is not None]
             return self._uses
         for axis in self._mesh.axes:
-            if message := axis.combine(flags, "agree", maximum=True):
-                message.finish()
+            if underway := axis.combine(flags, "agree", maximum=True):
+                underway.finish()
         answers = iter(bool(flag) for flag in flags.tolist())
         return {gradients: [next(answers) for _ in uses] for gradients, uses in ((g, self._uses[g]) for g in self._all)}

@@ -10,7 +10,7 @@ One private torch name is used here, read in torch 2.13: `_disabled_torch_functi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -99,7 +99,7 @@ class SlicedTensor(torch.Tensor):
         on_write: Callable[[], None] | None = None,
         requires_grad: bool = False,
     ) -> SlicedTensor:
-        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             slicing.shape,
             strides=slicing.strides,
@@ -113,12 +113,12 @@ class SlicedTensor(torch.Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         return RULES[func](func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stop = self.slicing.start + self.slicing.numel
         return (
             f"{type(self).__name__}({self.slicing.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "

@@ -1,4 +1,4 @@
-"""Unit: a module scope whose parameters are gathered and released as one, and the visits that computation pays to it."""
+"""Unit: a module scope whose parameters are gathered and released as one, and the visits that computation pays it."""
 
 from __future__ import annotations
 

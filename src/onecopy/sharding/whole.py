@@ -86,7 +86,7 @@ def materialize(
     units_of: dict[nn.Module, list[Unit]] = {}
     for unit in engine.units:
         for bucket in unit.buckets:
-            old = [Found(e.name, _as_parameter(e.sliced), e.places) for e in bucket.entries]
+            old = [Found(e.name, e.shown, e.places) for e in bucket.entries]
             bucket.place_on(device, old)
             bucket.show_sliced()
             for found in old:
@@ -117,7 +117,9 @@ def materialize(
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
-    own = any(p is not None for p in module._parameters.values()) or any(b is not None for b in module._buffers.values())
+    own = any(p is not None for p in module._parameters.values()) or any(
+        b is not None for b in module._buffers.values()
+    )
     if not own:
         return
     if init is not None:
@@ -164,11 +166,6 @@ class _Opened:
 
 def _refuse_gradient(parameter: Tensor) -> None:
     raise UsageError("a backward inside onecopy.gathered would lose its gradients; train outside of it.")
-
-
-def _as_parameter(sliced: SlicedTensor) -> nn.Parameter:
-    assert isinstance(sliced, nn.Parameter)
-    return sliced
 
 
 def _parameters_of(target: nn.Module | Tensor | Iterable[Tensor]) -> list[SlicedTensor]:
