@@ -3,7 +3,8 @@
     python benchmarks/step_time.py --ranks 2 --steps 12
 
 Every contestant holds its own copy of one GPT, gets the same batches, and takes one step in turn, so that the
-machine's ups and downs meet all alike. Losses must agree before a time counts. Ratios are taken step by step; medians are printed.
+machine's ups and downs meet all alike. Losses must agree before a time counts. Ratios are taken step by step; medians
+are printed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def mark_inputs(on_backward: Callable[[], None], args: Any, kwargs: Any) -> tupl
     }
     if not inputs:
         return args, kwargs, False
-    marked = _Identity.apply(on_backward, *inputs.values())
+    marked: tuple[Tensor, ...] = _Identity.apply(on_backward, *inputs.values())  # type: ignore[no-untyped-call]
     replacement = dict(zip(inputs, marked, strict=True))
 
     def change(tensor: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def in_backward() -> bool:
 
 def at_end_of_backward(action: Callable[[], None]) -> None:
     """Run ``action`` when the backward pass that is running now has computed everything."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 class _Identity(torch.autograd.Function):
@@ -63,6 +63,6 @@ class _Identity(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.on_backward()
         return (None, *gradients)

@@ -188,8 +188,8 @@ def _needs_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     found = _first_sliced(args, kwargs)
     raise NeedsWholeError(
         f"{_name(func)} needs the whole parameter {found.slicing.name!r} {tuple(found.shape)}, of which this rank "
-        f"holds {found.slicing.numel} elements. Use it inside `with onecopy.gathered(model):`, or call the model (a unit's "
-        f"parameters are whole while its forward runs)."
+        f"holds {found.slicing.numel} elements. Use it inside `with onecopy.gathered(model):`, or call the model (a "
+        f"unit's parameters are whole while its forward runs)."
     )
 
 

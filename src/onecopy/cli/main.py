@@ -1,0 +1,38 @@
+"""The `onecopy` command. Its imports stay light: torch and transformers load only when there is work for them."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the `onecopy` command."""
+    try:
+        import typer
+
+        from onecopy.cli.train import short_names, train
+        from onecopy.errors import SettingsError
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "pydantic", "rich"):
+            raise
+        sys.exit(f"error: the command line needs {error.name}; install it with: pip install 'onecopy[train]'")
+
+    app = typer.Typer(
+        help="ZeRO for PyTorch: one copy of every model state across the ranks that train it.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        # Without options of its own, so that `train` stays a command by name while it is the only one.
+        callback=lambda: None,
+    )
+    app.command("train")(train)
+    try:
+        arguments = short_names(sys.argv[1:])
+    except SettingsError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    app(arguments)
+
+
+if __name__ == "__main__":
+    main()

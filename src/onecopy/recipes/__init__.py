@@ -1,0 +1,1 @@
+"""Recipes: the training job behind `onecopy train`."""

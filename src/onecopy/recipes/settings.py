@@ -1,0 +1,121 @@
+"""Settings: a config from a TOML file and the command line, and back to commented TOML."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from onecopy.errors import SettingsError
+from onecopy.recipes.config import Config, Section
+
+
+class Key(NamedTuple):
+    """One key of the config."""
+
+    section: str
+    name: str
+    field: FieldInfo
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.section}.{self.name}"
+
+
+def sections() -> Iterator[tuple[str, type[Section]]]:
+    """The config's tables, in order."""
+    for name, field in Config.model_fields.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, Section)
+        yield name, field.annotation
+
+
+def keys() -> list[Key]:
+    """Every key of the config, in order. Names are unique over all sections."""
+    return [
+        Key(section, name, field) for section, table in sections() for name, field in table.model_fields.items()
+    ]
+
+
+def load(path: str | None, overrides: Mapping[str, Any]) -> Config:
+    """The config of a TOML file, with some keys replaced.
+
+    Args:
+        path: the file; None takes the defaults.
+        overrides: values, which may be strings, by ``section.key``; they win over the file.
+
+    Raises:
+        SettingsError: if the file cannot be read, or has an unknown key or a wrong value.
+    """
+    tables = _read(path) if path is not None else {}
+    for dotted, value in overrides.items():
+        section, name = dotted.split(".")
+        tables.setdefault(section, {})[name] = value
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, problem['loc'][:2]))}: {problem['msg']}; found {problem['input']!r}"
+            for problem in error.errors()
+        ]
+        raise SettingsError("\n".join(dict.fromkeys(problems))) from None
+
+
+def _read(path: str) -> dict[str, dict[str, Any]]:
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SettingsError(
+            f"there is no config file {path!r}; `onecopy train --print-config > {path}` makes one"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"cannot read the config file {path!r}: {error}") from None
+    known = {key.dotted for key in keys()}
+    for section, table in tables.items():
+        if section not in Config.model_fields:
+            raise SettingsError(f"unknown key {section!r} in {path}; {nearest(section)}")
+        if not isinstance(table, dict):
+            raise SettingsError(f"{section!r} in {path} must be a table, [{section}]; found {table!r}")
+        for name in table:
+            if f"{section}.{name}" not in known:
+                raise SettingsError(f"unknown key '{section}.{name}' in {path}; {nearest(f'{section}.{name}')}")
+    return tables
+
+
+def nearest(wrong: str) -> str:
+    """A question that names the known key nearest to ``wrong``.
+
+    The name counts first, for a key may only be in the wrong section.
+    """
+    dotted = [key.dotted for key in keys()]
+    by_name = {key.name: key.dotted for key in keys()}
+    if near := get_close_matches(wrong.rpartition(".")[2], by_name, n=1):
+        return f"did you mean {by_name[near[0]]!r}?"
+    if "." not in wrong and (near := get_close_matches(wrong, Config.model_fields, n=1)):
+        return f"did you mean [{near[0]}]?"
+    return f"did you mean {get_close_matches(wrong, dotted, n=1, cutoff=0.0)[0]!r}?"
+
+
+def dump(config: Config) -> str:
+    """The config as TOML, each key below what it means. `load` reads it back."""
+    lines: list[str] = []
+    for section, table in sections():
+        lines += [f"# {table.__doc__}", f"[{section}]"]
+        values = getattr(config, section)
+        for name, field in table.model_fields.items():
+            lines += textwrap.wrap(field.description or "", 100, initial_indent="# ", subsequent_indent="# ")
+            lines.append(f"{name} = {_toml(getattr(values, name))}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: bool | float | str | list[str]) -> str:
+    # For these types JSON's notation is TOML's too, except for a character that TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

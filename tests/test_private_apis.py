@@ -1,0 +1,64 @@
+"""Private torch names that onecopy uses, each with where. A failure here says what moved in the installed torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def test_disabled_torch_function_impl_for_sliced_tensors() -> None:
+    """sharding/sliced.py and sharding/norms.py; read in torch 2.13."""
+    assert hasattr(torch._C, "_disabled_torch_function_impl"), f"moved in torch {torch.__version__}"
+
+
+def test_make_wrapper_subclass_keeps_shape_strides_and_dtype() -> None:
+    """sharding/sliced.py; read in torch 2.13."""
+
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            raise NotImplementedError(func)
+
+    made = torch.Tensor._make_wrapper_subclass(Wrapper, torch.Size([3, 2]), strides=(1, 3), dtype=torch.bfloat16)
+    assert (tuple(made.shape), made.stride(), made.dtype) == ((3, 2), (1, 3), torch.bfloat16)
+    assert isinstance(made, Wrapper)
+
+
+def test_current_graph_task_id_tells_backward_from_the_rest() -> None:
+    """sharding/boundary.py; read in torch 2.13."""
+    seen: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch._C._current_graph_task_id()))
+    assert torch._C._current_graph_task_id() == -1
+    x.sum().backward()
+    assert seen[0] != -1
+    assert torch._C._current_graph_task_id() == -1
+
+
+def test_queue_callback_runs_after_the_last_gradient() -> None:
+    """sharding/boundary.py; read in torch 2.13."""
+    events: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def queue(_: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: events.append("end"))
+
+    y.register_hook(queue)
+    x.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    y.sum().backward()
+    assert events == ["gradient", "end"]
+
+
+def test_identity_node_of_a_unit_runs_after_all_of_its_backward() -> None:
+    """sharding/boundary.py rests on autograd taking ready nodes in the reverse order of their creation."""
+    from onecopy.sharding.boundary import mark_inputs
+
+    events: list[str] = []
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: events.append("weight"))
+    x = torch.ones(3, requires_grad=True)
+    (inside,), _, marked = mark_inputs(lambda: events.append("unit"), (x * 1,), {})
+    (inside * weight.exp()).sum().backward()
+    assert marked
+    assert events == ["weight", "unit"]

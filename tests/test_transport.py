@@ -1,0 +1,175 @@
+"""Transports: right values, constant staging memory, and independence of timing. Oracle: torch on stacked tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import onecopy
+from onecopy.comm import mesh as mesh_file
+from onecopy.comm.collective import Collective, Label, Posted, Program
+from onecopy.comm.ledger import Ledger
+from onecopy.comm.transport import DirectExchange, NativeCalls, Peers, Transport
+from onecopy.memory.staging import Staging
+
+
+def _peers() -> Peers:
+    group = dist.group.WORLD
+    assert group is not None
+    return Peers(group, dist.get_rank(), tuple(range(dist.get_world_size())))
+
+
+def _run(program: Program) -> None:
+    Collective(program, Label("test", "", "shard"), 0, Ledger()).finish()
+
+
+def _data(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[str, Tensor]:
+    transport: Transport = DirectExchange(Staging(limit)) if make == "direct" else NativeCalls()
+    peers = _peers()
+    size, numel = peers.size, 240
+    own = _data(rank, numel, dtype)
+    part = slice(rank * numel // size, (rank + 1) * numel // size)
+    gathered = torch.zeros(numel, dtype=dtype)
+    gathered[part] = own[part]
+    _run(transport.all_gather(peers, gathered, 1))
+    out = torch.empty(numel // size)
+    _run(transport.reduce_scatter(peers, own.clone(), out, 2))
+    reduced = own.clone()
+    _run(transport.all_reduce(peers, reduced, 4))
+    scattered = torch.empty(numel // size, dtype=dtype)
+    _run(transport.scatter(peers, own.clone(), scattered, 6))
+    most = torch.tensor([float(rank), -float(rank)])
+    _run(transport.combine(peers, most, True, 7))
+    return {"all_gather": gathered, "reduce_scatter": out, "all_reduce": reduced, "scatter": scattered, "max": most}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "make, dtype, limit",
+    [
+        ("direct", torch.float32, 2**20),
+        ("direct", torch.float32, 64),
+        ("direct", torch.bfloat16, 2**20),
+        ("native", torch.float32, 0),
+    ],
+    ids=["direct", "direct in pieces", "direct bf16", "native"],
+)
+def test_collectives_equal_torch_on_all_ranks_data(num_ranks: int, make: str, dtype: torch.dtype, limit: int) -> None:
+    data = [_data(rank, 240, dtype) for rank in range(num_ranks)]
+    mean = torch.stack([d.double() for d in data]).mean(0)
+    # fp32 sums of N terms; bf16 results are rounded once, at the end.
+    tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
+    for rank, got in enumerate(run_ranks(num_ranks, _collectives, make, dtype, limit)):
+        part = slice(rank * 240 // num_ranks, (rank + 1) * 240 // num_ranks)
+        owners = torch.arange(240) * num_ranks // 240
+        assert torch.equal(got["all_gather"], torch.stack(data)[owners, torch.arange(240)])
+        torch.testing.assert_close(got["reduce_scatter"].double(), mean[part], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got["all_reduce"].double(), mean, **tolerance)
+        assert torch.equal(got["scatter"], data[0][part])
+        assert got["max"].tolist() == [num_ranks - 1.0, 0.0]
+
+
+def test_direct_exchange_gives_the_same_bits_on_every_rank_and_in_every_run() -> None:
+    first = run_ranks(4, _collectives, "direct", torch.float32, 2**20)
+    again = run_ranks(4, _collectives, "direct", torch.float32, 64)
+    for got in (*first, *again):
+        assert torch.equal(got["all_reduce"], first[0]["all_reduce"])
+
+
+def test_staging_memory_is_bounded_above_and_not_padded_up() -> None:
+    staging = Staging(limit=1024)
+    with staging.borrow(3, 10**6, torch.float32, torch.device("cpu")) as large:
+        assert large.numel() * 4 <= 1024
+        assert large.shape == (3, 85)  # 1024 // (3 rows × 4 bytes)
+    small = Staging(limit=2**30)
+    with small.borrow(1, 16, torch.float32, torch.device("cpu")) as buffer:
+        assert buffer.untyped_storage().nbytes() == 64
+
+
+def test_staging_lends_the_same_memory_again() -> None:
+    staging = Staging(limit=4096)
+    seen = set()
+    for _ in range(5):
+        with staging.borrow(1, 100, torch.float32, torch.device("cpu")) as buffer:
+            seen.add(buffer.data_ptr())
+    assert len(seen) == 1
+
+
+class _Late:
+    """A message that completes only when it has been waited for, and late."""
+
+    def __init__(self, posted: Posted) -> None:
+        self._posted = posted
+
+    def wait(self) -> object:
+        time.sleep(0.002)
+        return self._posted.work.wait()
+
+
+class DelayedExchange(DirectExchange):
+    """Posts nothing until the first wait, then late: whoever reuses a buffer too early gets wrong numbers."""
+
+    def _delay(self, program: Program) -> Program:
+        yield []
+        for posted in program:
+            yield [Posted(_Late(item), item.peer) for item in posted]
+
+    def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+        return self._delay(super().all_gather(peers, whole, tag))
+
+    def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+        return self._delay(super().reduce_scatter(peers, whole, out, tag))
+
+
+def _mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())))
+
+
+def _train(rank: int, stage: int, delayed: bool, batch: Tensor) -> list[Tensor]:
+    model = _mlp()
+    if delayed:
+        mesh_file.transport_for = lambda group, device, staging: DelayedExchange(staging)
+    if rank is not None:
+        onecopy.shard(model, stage)
+        batch = batch.chunk(2)[rank]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for _ in range(4):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with onecopy.gathered(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def _plain(batch: Tensor) -> Iterator[Tensor]:
+    model = _mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for _ in range(4):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return iter([p.detach() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_delayed_messages_change_nothing(stage: int) -> None:
+    """A buffer reused while a late collective reads it would give every layer the last one's gradient.
+
+    Oracle: one process on the whole batch.
+    """
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    expected = list(_plain(batch))
+    for weights in run_ranks(2, _train, stage, True, batch):
+        for got, want in zip(weights, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
