@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
+import typing
 from collections.abc import Callable
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -24,13 +26,11 @@ def short_names(arguments: list[str]) -> list[str]:
 
 
 def _short_name(argument: str) -> str:
-    name, equals, value = argument[2:].partition("=")
-    if "." not in name:
-        return argument
-    dotted = name.replace("-", "_")
-    if dotted not in {key.dotted for key in keys()}:
-        raise SettingsError(f"unknown option '--{name}'; {nearest(dotted)}")
-    return _flag(dotted.partition(".")[2]) + equals + value
+    written, equals, value = argument[2:].partition("=")
+    section, dot, name = written.replace("-", "_").rpartition(".")
+    if dot and f"{section}.{name}" not in {key.dotted for key in keys()}:
+        raise SettingsError(f"unknown option '--{written}'; {nearest(f'{section}.{name}')}")
+    return _flag(name) + equals + value
 
 
 def _flag(name: str) -> str:
@@ -63,8 +63,14 @@ def _plain(text: str) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    if choices := [choice for choice in get_args(kind) if isinstance(choice, str)]:
-        return "|".join(choices)
+    parts = get_args(kind)
+    match get_origin(kind):
+        case typing.Literal:
+            return "|".join(parts)
+        case typing.Annotated:
+            return _metavar(parts[0])
+        case typing.Union | types.UnionType:
+            return "|".join(map(_metavar, parts))
     return {int: "INT", float: "NUMBER", bool: "true|false", list[str]: "PATH"}.get(kind, "TEXT")
 
 

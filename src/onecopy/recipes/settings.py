@@ -62,7 +62,8 @@ def load(path: str | None, overrides: Mapping[str, Any]) -> Config:
         return Config.model_validate(tables)
     except ValidationError as error:
         problems = [
-            f"{'.'.join(map(str, problem['loc'][:2]))}: {problem['msg']}; found {problem['input']!r}"
+            f"{'.'.join(map(str, problem['loc'][:2]))}: {problem['msg'].removeprefix('Value error, ')}"
+            f" (given: {problem['input']!r})"
             for problem in error.errors()
         ]
         raise SettingsError("\n".join(dict.fromkeys(problems))) from None

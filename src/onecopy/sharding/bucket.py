@@ -83,6 +83,7 @@ class Bucket:
         self.strides = [dense_strides(f.parameter) for f in found]
         numels = tuple(f.parameter.numel() for f in found)
         self.layout = Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies)
+        self._segments = self.layout.segments(mesh.shard.rank)
         self.place_on(found[0].parameter.device, found)
 
     def place_on(self, device: torch.device, found: Sequence[Found]) -> None:
@@ -98,7 +99,7 @@ class Bucket:
         self.entries = [self._entry(position, item) for position, item in enumerate(found)]
 
     def _entry(self, position: int, found: Found) -> Entry:
-        segment = self.layout.segment(position, self.mesh.shard.rank)
+        segment = self._segments[position]
         slicing = Slicing(
             found.name,
             self.shapes[position],
@@ -127,7 +128,7 @@ class Bucket:
 
     def local(self, flat_slice: Tensor, position: int) -> Tensor:
         """The part of parameter ``position`` in this rank's slice, 1-D."""
-        segment = self.layout.segment(position, self.mesh.shard.rank)
+        segment = self._segments[position]
         return flat_slice[segment.slice_start : segment.slice_start + segment.numel]
 
     def show_sliced(self) -> None:

@@ -73,6 +73,8 @@ class Engine:
         self._no_sync = 0
         self._micro_batches = 0
         self._in_model_forward = False
+        self._records = False
+        self._unrecorded = 0
         self._in_backward = False
         self._visited: set[Unit] = set()
         root = [unit for unit in self.units if unit.scope is model]
@@ -132,13 +134,19 @@ class Engine:
         if recomputes:
             # For an activation checkpoint. What it gathers stays whole until the unit's own backward has run.
             self._enter_backward()
+            if unit.unrecorded:
+                unit.unrecorded -= 1
+                self._unrecorded -= 1
             unit.start_gather(backward=True)
             unit.finish_gather()
         else:
             if self._in_backward:
                 self.recover()
             if unit.scope is self.model:
-                args, kwargs = self._begin_forward(args, kwargs)
+                args, kwargs = self._begin_forward(args, kwargs, recorded=visit is not None)
+            if visit is None and self._records:
+                unit.unrecorded += 1
+                self._unrecorded += 1
             self.ledger.phase = "forward"
             self._gather_for_forward(unit)
         unit.show_whole()
@@ -146,11 +154,12 @@ class Engine:
             args, kwargs, visit.marked = mark_inputs(partial(self._after_backward, unit, visit), args, kwargs)
         return args, kwargs
 
-    def _begin_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _begin_forward(self, args: Any, kwargs: Any, *, recorded: bool) -> tuple[Any, Any]:
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.check()
         self._in_model_forward = True
+        self._records = recorded
         self._forward.begin()
         if self._syncs_buffers and self.model.training:
             broadcast_buffers(self.model, self.mesh)
@@ -186,7 +195,7 @@ class Engine:
                 output = self._keep_returned_parameters(unit, output)
                 unit.release()
         if unit.scope is self.model and not passage.recomputes:
-            self._in_model_forward = False
+            self._in_model_forward = self._records = False
             if not failed:
                 self._forward.end()
         return output
@@ -232,12 +241,12 @@ class Engine:
     def _after_backward(self, unit: Unit, visit: Visit) -> None:
         """The gradients of the unit's inputs are there, and so all of its backward has run."""
         self._end_visit(unit, visit)
-        if unit.all_arrived or not unit.awaits_backward:
+        if (unit.all_arrived and not unit.unrecorded) or not unit.awaits_backward:
             self._reducer.finished(unit, self._visited)
 
     def _all_arrived(self, unit: Unit) -> None:
         """The last gradient of one of the unit's buckets is there. Without inputs to watch, that is the end."""
-        if unit.all_arrived and not any(visit.marked and not visit.ended for visit in unit.visits):
+        if self._unrecorded == 0 and unit.all_arrived and not any(visit.marked and not visit.ended for visit in unit.visits):
             for visit in unit.visits:
                 self._end_visit(unit, visit)
             self._reducer.finished(unit, self._visited)
@@ -256,6 +265,7 @@ class Engine:
     def _leave_backward(self) -> None:
         for unit in self.units:
             unit.holds = unit.finished = False
+            unit.unrecorded = self._unrecorded = 0
             for visit in unit.visits:
                 visit.ended = visit.ended or visit.began
                 visit.began = False

@@ -78,6 +78,7 @@ class Gradients:
         self._reduction: Iterator[Collective] = iter(())
         self._underway: Collective | None = None
         self._left = False
+        self._missing = len(self._gradients)
         for gradient in self._gradients:
             gradient.whole.register_post_accumulate_grad_hook(self._arrive(gradient))
 
@@ -93,8 +94,10 @@ class Gradients:
             assert whole.grad is not None
             if whole.grad.is_sparse:
                 whole.grad = whole.grad.to_dense()
-            gradient.arrived = True
-            if self.on_arrival is not None and self.all_arrived:
+            if not gradient.arrived:
+                gradient.arrived = True
+                self._missing -= 1
+            if self._missing == 0 and self.on_arrival is not None:
                 self.on_arrival()
 
         return arrive
@@ -106,12 +109,12 @@ class Gradients:
     @property
     def any_arrived(self) -> bool:
         """Whether this backward has computed a gradient for one of the parameters."""
-        return any(g.arrived for g in self._gradients)
+        return self._missing < len(self._gradients)
 
     @property
     def all_arrived(self) -> bool:
         """Whether this backward has computed a gradient for each of the parameters."""
-        return all(g.arrived for g in self._gradients)
+        return self._missing == 0
 
     def uses(self) -> list[bool]:
         """For each parameter, whether this rank has a gradient to send; to be asked before `keep` or `start_reduce`."""
@@ -220,6 +223,7 @@ class Gradients:
         return [g.whole.grad for g in self._gradients if g.arrived and g.whole.grad is not None]
 
     def _forget_arrived(self) -> None:
+        self._missing = len(self._gradients)
         for gradient in self._gradients:
             gradient.arrived = False
             gradient.whole.grad = None

@@ -58,6 +58,8 @@ class Unit:
     Attributes:
         gradients: those of its trainable buckets.
         visits: recorded forwards whose graphs are alive.
+        unrecorded: forwards without a graph inside a recorded forward of the model: reentrant activation checkpoints,
+            which will record them when they recompute.
         passages: forwards that are running now; more than one when the unit calls itself.
         holds: a graph exists whose backward no hook can announce; the unit stays whole until a backward ends.
         finished: this backward has nothing more to do here.
@@ -68,8 +70,8 @@ class Unit:
         self.scope = scope
         self.buckets = tuple(buckets)
         self.gradients: tuple[Gradients, ...] = ()
-        self.rebuild_gradients()
         self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self.unrecorded = 0
         self.passages: list[Passage] = []
         self.holds = False
         self.finished = False
@@ -84,8 +86,8 @@ class Unit:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a recorded forward is left whose backward has not run."""
-        return any(not visit.ended for visit in self.visits)
+        """Whether a forward is left whose backward has not run."""
+        return self.unrecorded > 0 or any(not visit.ended for visit in self.visits)
 
     @property
     def all_arrived(self) -> bool:

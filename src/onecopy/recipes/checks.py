@@ -1,0 +1,186 @@
+"""Checks: what "auto" stands for here, and settings that cannot work, found before any rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onecopy.errors import SettingsError
+from onecopy.recipes.config import Config
+from onecopy.recipes.settings import keys
+from onecopy.recipes.texts import find_files
+from onecopy.recipes.tokenizer import has_tokenizer
+from onecopy.stage import Stage
+
+
+def resolve(config: Config) -> Config:
+    """The config with every "auto" but the run directory's replaced by what it stands for here."""
+    device = config.parallel.device
+    if device == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        device = found.type if found else "cpu"
+    ranks = config.parallel.ranks
+    if ranks == "auto":
+        alone = 2 if device == "cpu" else torch.accelerator.device_count()
+        ranks = int(os.environ.get("WORLD_SIZE", alone))
+    tokenizer = config.data.tokenizer
+    if tokenizer == "auto":
+        tokenizer = config.model.path if has_tokenizer(config.model.path) else "bytes"
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update={"device": device, "ranks": ranks}),
+            "data": config.data.model_copy(update={"tokenizer": tokenizer}),
+        }
+    )
+
+
+def check(config: Config) -> None:
+    """Find settings that cannot work, as far as they can be known without reading the data.
+
+    Args:
+        config: one that `resolve` returned.
+
+    Raises:
+        SettingsError: with all that was found, one line each.
+    """
+    problems = [
+        problem
+        for find in (_unused, _ranks, _device, _model, _data, _evaluation, _directory)
+        if (problem := find(config))
+    ]
+    if problems:
+        raise SettingsError("\n".join(problems))
+
+
+def _unused(config: Config) -> str | None:
+    """Keys that were changed but do nothing because of another one."""
+    reasons = {
+        "model.layers": "model.path" if config.model.path else None,
+        "model.hidden": "model.path" if config.model.path else None,
+        "model.heads": "model.path" if config.model.path else None,
+        "data.validation_fraction": "data.validation" if config.data.validation else None,
+        "data.vocabulary": "data.tokenizer" if config.data.tokenizer != "train" else None,
+        "schedule.final_fraction": "schedule.decay" if config.schedule.decay == "constant" else None,
+        "evaluation.evaluate_batches": "evaluation.evaluate_every" if not config.evaluation.evaluate_every else None,
+    }
+    for key in keys():
+        value = getattr(getattr(config, key.section), key.name)
+        if (reason := reasons.get(key.dotted)) and value != key.field.default:
+            section, name = reason.split(".")
+            return (
+                f"{key.dotted} = {value!r} would do nothing beside "
+                f"{reason} = {getattr(getattr(config, section), name)!r}; change one of them"
+            )
+    return None
+
+
+def _ranks(config: Config) -> str | None:
+    parallel = config.parallel
+    assert isinstance(parallel.ranks, int)
+    started = int(os.environ.get("WORLD_SIZE", parallel.ranks))
+    if started != parallel.ranks:
+        return f"parallel.ranks is {parallel.ranks} but torchrun started {started}; leave it at 'auto'"
+    if parallel.ranks % parallel.replicate:
+        return f"parallel.ranks ({parallel.ranks}) must be a multiple of parallel.replicate ({parallel.replicate})"
+    if parallel.replicate > 1 and not Stage.of(parallel.stage).shards_optimizer:
+        return f"stage {parallel.stage} keeps every state whole on every rank; parallel.replicate must be 1"
+    pieces = parallel.ranks * parallel.accumulate
+    if config.data.batch % pieces:
+        return (
+            f"data.batch ({config.data.batch}) must be a multiple of parallel.ranks * parallel.accumulate "
+            f"({parallel.ranks} * {parallel.accumulate} = {pieces})"
+        )
+    return None
+
+
+def _device(config: Config) -> str | None:
+    device = config.parallel.device
+    if device == "cpu":
+        return None
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device:
+        return f"parallel.device is {device!r} but this host has {found.type if found else 'cpu'!r}"
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", config.parallel.ranks))
+    if here > torch.accelerator.device_count():
+        return f"{here} ranks need as many devices of type {device!r}; found {torch.accelerator.device_count()}"
+    return None
+
+
+def _model(config: Config) -> str | None:
+    if not config.model.path:
+        if config.model.hidden % config.model.heads:
+            return f"model.hidden ({config.model.hidden}) must be a multiple of model.heads ({config.model.heads})"
+        return None
+    path = Path(config.model.path)
+    settings = path / "config.json" if path.is_dir() else path
+    if not settings.is_file():
+        return f"model.path must be a directory with a config.json, or such a file; found no {str(settings)!r}"
+    if path.is_dir() and not any(file.suffix in (".safetensors", ".bin") for file in path.iterdir()):
+        return f"{str(path)!r} holds no weights; give {str(settings)!r} as model.path to start from random ones"
+    try:
+        values: Any = json.loads(settings.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"{str(settings)!r} is not JSON: {error}"
+    if not isinstance(values, dict) or "model_type" not in values:
+        return f"{str(settings)!r} is no config of transformers: it has no 'model_type'"
+    positions = values.get("max_position_embeddings", values.get("n_positions"))
+    if isinstance(positions, int) and positions < config.data.sequence_length:
+        return f"data.sequence_length is {config.data.sequence_length} but the model has {positions} positions"
+    return None
+
+
+def _data(config: Config) -> str | None:
+    try:
+        find_files(config.data.train)
+        find_files(config.data.validation)
+    except SettingsError as error:
+        return str(error)
+    if config.data.tokenizer not in ("bytes", "train") and not has_tokenizer(config.data.tokenizer):
+        return (
+            f"data.tokenizer must be 'auto', 'bytes', 'train' or a directory with a tokenizer; "
+            f"found {config.data.tokenizer!r}"
+        )
+    return None
+
+
+def _evaluation(config: Config) -> str | None:
+    if config.evaluation.evaluate_every and not config.data.validation and not config.data.validation_fraction:
+        return "there is nothing to evaluate on: set data.validation, or evaluation.evaluate_every = 0"
+    if config.schedule.warmup > config.schedule.steps:
+        return f"schedule.warmup ({config.schedule.warmup}) must not exceed schedule.steps ({config.schedule.steps})"
+    return None
+
+
+def _directory(config: Config) -> str | None:
+    directory = Path(config.run.directory)
+    if config.run.directory != "auto" and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        return f"run.directory {str(directory)!r} must be new or empty, so that no earlier run is overwritten"
+    return None
+
+
+def make_run_directory(config: Config) -> Path:
+    """Create the run directory that the config asks for.
+
+    Raises:
+        SettingsError: if it cannot be created.
+    """
+    if config.run.directory == "auto":
+        # Two runs may start in the same second: the one that makes the directory has it.
+        stem = Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+        names = (stem if number == 1 else stem.with_name(f"{stem.name}-{number}") for number in range(1, 100))
+    else:
+        names = iter([Path(config.run.directory)])
+    for directory in names:
+        try:
+            directory.mkdir(parents=True, exist_ok=config.run.directory != "auto")
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise SettingsError(f"cannot create the run directory: {error}") from None
+        return directory
+    raise SettingsError("cannot create a run directory below runs/: set run.directory")

@@ -1,0 +1,60 @@
+"""Model: a causal LM of transformers, from a config, from a local directory, or a small GPT-2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onecopy.errors import SettingsError
+from onecopy.recipes.config import Config
+
+
+def build_model(config: Config, vocabulary: int) -> nn.Module:
+    """The model to train, on the CPU in fp32; random weights depend on torch's seed alone.
+
+    Args:
+        vocabulary: tokens of the data; what a given model has must be enough for them.
+
+    Raises:
+        SettingsError: if the model knows fewer tokens than the data has.
+    """
+    # Not at the top: transformers takes seconds to import, and one rank may be busy with data meanwhile.
+    from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    path = config.model.path
+    if not path:
+        small = GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=config.data.sequence_length,
+            n_layer=config.model.layers,
+            n_embd=config.model.hidden,
+            n_head=config.model.heads,
+            # So short a training overfits nothing; dropout would only slow it down.
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        return _for_training(GPT2LMHeadModel(small))
+    if Path(path).is_file():
+        settings = AutoConfig.from_pretrained(path, local_files_only=True)
+        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    known = model.get_input_embeddings().num_embeddings
+    if known < vocabulary:
+        raise SettingsError(
+            f"the model in {path!r} knows {known} tokens but the data's tokenizer has {vocabulary}; "
+            f"set data.tokenizer to the model's own, or a larger vocab_size"
+        )
+    return _for_training(model)
+
+
+def _for_training(model: Any) -> nn.Module:
+    model.config.use_cache = False
+    trained: nn.Module = model.train()
+    return trained
