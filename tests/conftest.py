@@ -1,4 +1,5 @@
-"""Settings of the whole suite: a parent process that never starts a thread, and proof that nothing outlives it."""
+# ruff: noqa: E402 (the environment must be set before torch is imported)
+"""Settings of the whole suite: a parent process that starts no thread, and proof that nothing outlives it."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch and numpy are imported: their thread pools would not survive the forks in ranks.py.
+# The thread pools of numpy and torch would not survive the forks in ranks.py.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
+
+pytest.register_assert_rewrite("oracle")
+
 import torch
 
 # What every rank would otherwise import for itself, some of it for seconds.
@@ -27,13 +31,9 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    before = _rank_folders()
     yield
     if sys.platform == "linux":
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         assert not children, f"processes left at the end of the tests: {children}"
-    assert _rank_folders() <= before, "temporary folders left at the end of the tests"
-
-
-def _rank_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("onecopy-ranks-*"))
+    folders = list(Path(tempfile.gettempdir()).glob(f"onecopy-ranks-{os.getpid()}-*"))
+    assert not folders, f"temporary folders left at the end of the tests: {folders}"

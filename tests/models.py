@@ -36,11 +36,12 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(dim)
         self.attention = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(nn.Linear(dim, 3 * dim), nn.GELU(), nn.Linear(3 * dim, dim))
+        self.up = nn.Linear(dim, 3 * dim)
+        self.down = nn.Linear(3 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class TinyGPT(nn.Module):

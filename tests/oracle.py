@@ -1,6 +1,6 @@
 """The naive twin: one process, plain PyTorch, the whole batch. What a sharded run must equal.
 
-Nothing in this file knows onecopy, apart from the two functions at the end that hold a sharded run against the twin.
+Nothing in this file knows onecopy, apart from the last section, which holds sharded runs against the twin.
 `train` is the ordinary training loop; twin, peers and sharded models all go through it as it stands.
 """
 
@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
+
+import onecopy
 
 Batch = tuple[Tensor, ...]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -170,7 +174,58 @@ def _sum(terms: list[list[Tensor]]) -> list[Tensor]:
 
 def gathered_weights(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the whole parameters of a sharded model. Every rank must call it."""
-    import onecopy
-
     with onecopy.gathered(model):
         return whole_weights(model)
+
+
+def mean_over_ranks(values: Sequence[float]) -> list[float]:
+    """The mean over ranks of each value."""
+    total = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return total.tolist()
+
+
+def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
+    """Same names, shapes, dtypes and, to ``atol``, values."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def assert_trains_like_twin(
+    rank: int,
+    num_ranks: int,
+    build: Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    *,
+    stage: int,
+    optimizer: MakeOptimizer = OPTIMIZERS["sgd"],
+    accumulate: int = 1,
+    clip: float | None = None,
+    rtol: float = 1e-6,
+    atol: float = 1e-6,
+    twin: Callable[[], nn.Module] | None = None,
+    **settings: Any,
+) -> nn.Module:
+    """Train a sharded model on this rank's rows and its twin on all of them; losses, norms and weights must agree.
+
+    Args:
+        build: makes the model, the same on every call.
+        twin: makes the twin where that is not ``build``.
+        settings: of `onecopy.shard`.
+
+    Returns:
+        The sharded model.
+    """
+    expected = train_twin((twin or build)(), optimizer, batches, accumulate=accumulate, clip=clip)
+    model = onecopy.shard(build(), stage, accumulate=accumulate, **settings)
+    parts = [part(batch, rank, num_ranks) for batch in batches]
+    run = train(model, optimizer(model.parameters()), parts, accumulate=accumulate, clip=clip)
+    assert mean_over_ranks(run.losses) == pytest.approx(expected.losses, rel=rtol, abs=0)
+    assert run.norms == pytest.approx(expected.norms, rel=rtol, abs=0)
+    assert_same_weights(gathered_weights(model), expected.weights, atol)
+    return model

@@ -24,8 +24,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
+
+everywhere = pytest.mark.parametrize(
+    "stage, num_ranks", [(0, 2), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3), (3, 3)]
+)
+"""Every stage on two ranks, and on three, which divide nothing, where something is sharded."""
 
 GROUP_TIMEOUT = 25.0
 """Seconds until gloo gives a message up. Far above what any step here takes, below every test's own limit."""
@@ -79,12 +85,13 @@ def run_ranks(
     Raises:
         RankError: with the traceback of the rank that failed first, or the stacks of those that were still running.
     """
+    __tracebackhide__ = True
     assert group or num_ranks == 1, "without a process group there is one rank"
     threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
     assert threads == 1, f"the parent of forked ranks runs {threads} threads: compute in a rank instead"
     sys.stdout.flush()
     sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="onecopy-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix=f"onecopy-ranks-{os.getpid()}-") as folder:
         children: list[_Child] = []
         try:
             for rank in range(num_ranks):

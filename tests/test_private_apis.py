@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from ranks import run_ranks
 from torch import Tensor
 
 
@@ -22,6 +23,17 @@ def test_make_wrapper_subclass_keeps_shape_strides_and_dtype() -> None:
     made = torch.Tensor._make_wrapper_subclass(Wrapper, torch.Size([3, 2]), strides=(1, 3), dtype=torch.bfloat16)
     assert (tuple(made.shape), made.stride(), made.dtype) == ((3, 2), (1, 3), torch.bfloat16)
     assert isinstance(made, Wrapper)
+
+
+def _backend_name(rank: int) -> str:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).name()
+
+
+def test_backend_of_a_group_has_a_name() -> None:
+    """comm/transport.py; read in torch 2.13."""
+    assert run_ranks(2, _backend_name) == ["gloo", "gloo"]
 
 
 def test_current_graph_task_id_tells_backward_from_the_rest() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.ledger import Ledger
-from onecopy.comm.transport import Peers, Transport, transport_for
+from onecopy.comm.transport import Peers, Transport, control_device, transport_for
 from onecopy.errors import SettingsError
 from onecopy.memory.staging import Staging
 
@@ -39,60 +39,61 @@ class Axis:
         ranks: the global rank at each place.
     """
 
-    def __init__(self, name: str, peers: Peers | None, transport: Transport | None, ledger: Ledger) -> None:
+    def __init__(self, name: str, peers: Peers | None, staging: Staging, ledger: Ledger) -> None:
         self.name = name
         self.size = peers.size if peers else 1
         self.rank = peers.rank if peers else 0
         self.ranks = peers.ranks if peers else (0,)
         self._peers = peers
-        self._transport = transport
+        self._staging = staging
         self._ledger = ledger
+        self._transports: dict[torch.device, Transport] = {}
 
     def all_gather(self, whole: Tensor, unit: str, tag: int) -> Collective | None:
         """Fill the flat ``whole``, in which this rank's slice is in place. Sends (N-1)/N of it. None: nothing to do."""
-        if self._peers is None or self._transport is None:
+        if self._peers is None:
             return None
-        program = self._transport.all_gather(self._peers, whole, _TAG_BASE + tag)
+        program = self._transport(whole).all_gather(self._peers, whole, _TAG_BASE + tag)
         return self._issue(program, "all_gather", unit, self._fraction(whole))
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""
-        if self._peers is None or self._transport is None:
+        if self._peers is None:
             out.copy_(whole)
             return None
-        program = self._transport.reduce_scatter(self._peers, whole, out, _TAG_BASE + tag)
+        program = self._transport(whole).reduce_scatter(self._peers, whole, out, _TAG_BASE + tag)
         return self._issue(program, "reduce_scatter", unit, self._fraction(whole))
 
     def all_reduce(self, whole: Tensor, unit: str, tag: int) -> Collective | None:
         """Replace ``whole`` by its mean over the axis. Sends 2(N-1)/N of it."""
-        if self._peers is None or self._transport is None:
+        if self._peers is None:
             return None
-        program = self._transport.all_reduce(self._peers, whole, _TAG_BASE + tag)
+        program = self._transport(whole).all_reduce(self._peers, whole, _TAG_BASE + tag)
         return self._issue(program, "all_reduce", unit, 2 * self._fraction(whole))
 
     def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> None:
         """Set ``out`` to this rank's slice of the first rank's ``whole``."""
-        if self._peers is None or self._transport is None:
+        if self._peers is None:
             out.copy_(whole)
             return
-        program = self._transport.scatter(self._peers, whole, out, _TAG_BASE + tag)
+        program = self._transport(whole).scatter(self._peers, whole, out, _TAG_BASE + tag)
         sent = self._fraction(whole) if self.rank == 0 else 0
         self._issue(program, "broadcast", unit, sent).finish()
 
     def broadcast(self, values: Tensor, unit: str, tag: int) -> None:
         """Replace the flat ``values`` by the first rank's."""
-        if self._peers is None or self._transport is None:
+        if self._peers is None:
             return
         source = values.repeat(self.size) if self.rank == 0 else values
-        program = self._transport.scatter(self._peers, source, values, _TAG_BASE + tag)
+        program = self._transport(values).scatter(self._peers, source, values, _TAG_BASE + tag)
         sent = values.nbytes * (self.size - 1) if self.rank == 0 else 0
         self._issue(program, "broadcast", unit, sent).finish()
 
     def combine(self, values: Tensor, op: str, *, maximum: bool = False) -> Collective | None:
         """Replace a handful of ``values`` (1-D) by their sum or maximum over the axis; a control message."""
-        if self._peers is None or self._transport is None:
+        if self._peers is None:
             return None
-        program = self._transport.combine(self._peers, values, maximum, _CONTROL_TAGS[op])
+        program = self._transport(values).combine(self._peers, values, maximum, _CONTROL_TAGS[op])
         return self._issue(program, op, "", values.nbytes * (self.size - 1))
 
     def exchange_objects(self, own: T) -> list[T]:
@@ -102,6 +103,19 @@ class Axis:
         objects: list[Any] = [None] * self.size
         dist.all_gather_object(objects, own, group=self._peers.group)
         return objects
+
+    @property
+    def control_device(self) -> torch.device:
+        """Where a control message that belongs to no parameter is to be made."""
+        return torch.device("cpu") if self._peers is None else control_device(self._peers.group)
+
+    def _transport(self, tensor: Tensor) -> Transport:
+        transport = self._transports.get(tensor.device)
+        if transport is None:
+            assert self._peers is not None
+            transport = transport_for(self._peers.group, tensor.device, self._staging)
+            self._transports[tensor.device] = transport
+        return transport
 
     def _fraction(self, whole: Tensor) -> int:
         return whole.nbytes // self.size * (self.size - 1)
@@ -127,6 +141,11 @@ class Mesh:
         return (self.shard, *self.replicate)
 
     @property
+    def control_device(self) -> torch.device:
+        """Where control messages that belong to no parameter are to be made."""
+        return next((axis.control_device for axis in self.axes if axis.size > 1), torch.device("cpu"))
+
+    @property
     def size(self) -> int:
         """Ranks in the mesh."""
         return self.shard.size * self.copies
@@ -140,13 +159,14 @@ class Mesh:
         return product
 
 
-def make_mesh(mesh: DeviceMesh | None, *, shards: bool, device: torch.device, ledger: Ledger, staging: Staging) -> Mesh:
+def make_mesh(mesh: DeviceMesh | None, *, shards: bool, ledger: Ledger, staging: Staging) -> Mesh:
     """The mesh of a model.
 
     Args:
         mesh: axes named "shard" and "replicate", either or both; None takes all ranks as "shard".
         shards: False replicates over every axis (stage 0).
-        device: where the parameters are, which chooses the backend.
+        ledger: where its collectives are booked.
+        staging: communication buffers.
 
     Raises:
         SettingsError: if ``mesh`` has an axis of another name.
@@ -166,10 +186,10 @@ def make_mesh(mesh: DeviceMesh | None, *, shards: bool, device: torch.device, le
     def axis(name: str) -> Axis:
         group = groups.get(name)
         if group is None or group.size() == 1:
-            return Axis(name, None, None, ledger)
+            return Axis(name, None, staging, ledger)
         peers = Peers(group, group.rank(), tuple(dist.get_process_group_ranks(group)))
-        return Axis(name, peers, transport_for(group, device, staging), ledger)
+        return Axis(name, peers, staging, ledger)
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),))
-    return Mesh(Axis("shard", None, None, ledger), (axis("shard"), axis("replicate")))
+    return Mesh(Axis("shard", None, staging, ledger), (axis("shard"), axis("replicate")))

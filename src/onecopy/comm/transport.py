@@ -13,6 +13,8 @@ accumulator, so the result does not depend on timing:
 Received gradients pass through a staging buffer of constant size: a larger unit goes through it in pieces.
 
 `NativeCalls` hands the work to the backend's own primitives (NCCL, and any backend not known here).
+
+One private torch name, read in torch 2.13 and tested in tests/test_private_apis.py: `ProcessGroup._get_backend`.
 """
 
 from __future__ import annotations
@@ -152,6 +154,13 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Stagi
     """The transport for tensors of ``device`` on ``group``, by the name of the backend that serves them there."""
     backend = group._get_backend(device).name()
     return DirectExchange(staging) if backend == "gloo" else NativeCalls()
+
+
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors ``group`` can send."""
+    if dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,9 @@ def resolve(config: Config) -> Config:
         ranks = int(os.environ.get("WORLD_SIZE", alone))
     tokenizer = config.data.tokenizer
     if tokenizer == "auto":
-        tokenizer = config.model.path if has_tokenizer(config.model.path) else "bytes"
+        path = Path(config.model.path)
+        directory = str(path.parent if path.is_file() else path)
+        tokenizer = directory if config.model.path and has_tokenizer(directory) else "bytes"
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={"device": device, "ranks": ranks}),
@@ -151,36 +152,14 @@ def _data(config: Config) -> str | None:
 def _evaluation(config: Config) -> str | None:
     if config.evaluation.evaluate_every and not config.data.validation and not config.data.validation_fraction:
         return "there is nothing to evaluate on: set data.validation, or evaluation.evaluate_every = 0"
-    if config.schedule.warmup > config.schedule.steps:
-        return f"schedule.warmup ({config.schedule.warmup}) must not exceed schedule.steps ({config.schedule.steps})"
     return None
 
 
 def _directory(config: Config) -> str | None:
     directory = Path(config.run.directory)
-    if config.run.directory != "auto" and directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    # Only the first rank may ask: it is the one that fills the directory.
+    if config.run.directory == "auto" or os.environ.get("RANK", "0") != "0" or not directory.exists():
+        return None
+    if not directory.is_dir() or any(directory.iterdir()):
         return f"run.directory {str(directory)!r} must be new or empty, so that no earlier run is overwritten"
     return None
-
-
-def make_run_directory(config: Config) -> Path:
-    """Create the run directory that the config asks for.
-
-    Raises:
-        SettingsError: if it cannot be created.
-    """
-    if config.run.directory == "auto":
-        # Two runs may start in the same second: the one that makes the directory has it.
-        stem = Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
-        names = (stem if number == 1 else stem.with_name(f"{stem.name}-{number}") for number in range(1, 100))
-    else:
-        names = iter([Path(config.run.directory)])
-    for directory in names:
-        try:
-            directory.mkdir(parents=True, exist_ok=config.run.directory != "auto")
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise SettingsError(f"cannot create the run directory: {error}") from None
-        return directory
-    raise SettingsError("cannot create a run directory below runs/: set run.directory")

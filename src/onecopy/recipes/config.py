@@ -19,100 +19,119 @@ class Model(Section):
     """Which model to train."""
 
     path: str = Field(
-        "",
+        default="",
         description="A causal LM of transformers: a local directory (config, weights, tokenizer) or a config.json "
         "(random weights). Empty: a small GPT-2 of the sizes below.",
     )
-    layers: int = Field(4, ge=1, description="Transformer blocks of the small GPT-2.")
-    hidden: int = Field(256, ge=1, description="Width of the small GPT-2.")
-    heads: int = Field(4, ge=1, description="Attention heads of the small GPT-2.")
+    layers: int = Field(default=4, ge=1, description="Transformer blocks of the small GPT-2.")
+    hidden: int = Field(default=192, ge=1, description="Width of the small GPT-2.")
+    heads: int = Field(default=6, ge=1, description="Attention heads of the small GPT-2.")
 
 
 class Data(Section):
     """What to read."""
 
     train: list[str] = Field(
-        [],
+        default=[],
         description="Files or directories of .txt (a file is a document), .jsonl or .parquet (a row is a document). "
         "Empty: the text of Python's own documentation, from the standard library.",
     )
-    validation: list[str] = Field([], description="The same for evaluation. Empty: the end of the training text.")
-    validation_fraction: float = Field(
-        0.05, ge=0, lt=1, description="Share of the training text kept for evaluation when no validation is given."
+    validation: list[str] = Field(
+        default=[], description="The same for evaluation. Empty: the end of the training text."
     )
-    text_field: str = Field("text", description="The field of .jsonl and .parquet rows that holds the text.")
+    validation_fraction: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="Share of the training text kept for evaluation when no validation is given.",
+    )
+    text_field: str = Field(default="text", description="The field of .jsonl and .parquet rows that holds the text.")
     tokenizer: str = Field(
-        "auto",
+        default="auto",
         description="'bytes': the 256 byte values. 'train': byte-level BPE trained on the training text. Otherwise a "
         "directory with a tokenizer of transformers. 'auto': the model directory's, or else bytes.",
     )
-    vocabulary: int = Field(4096, ge=257, description="Tokens of a tokenizer trained on the data.")
-    sequence_length: int = Field(128, ge=2, description="Tokens in a sequence.")
-    batch: int = Field(16, ge=1, description="Sequences in a step, over all ranks and micro-batches.")
+    vocabulary: int = Field(default=4096, ge=257, description="Tokens of a tokenizer trained on the data.")
+    sequence_length: int = Field(default=128, ge=2, description="Tokens in a sequence.")
+    batch: int = Field(default=16, ge=1, description="Sequences in a step, over all ranks and micro-batches.")
 
 
 class Parallel(Section):
     """How the work is spread over ranks."""
 
     stage: Annotated[int, AfterValidator(lambda number: Stage.of(number).number)] = Field(
-        3,
+        default=3,
         description="What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.",
     )
     ranks: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto",
+        default="auto",
         description="Ranks to start. 'auto': as many as torchrun started, else 2 on CPU or one for each accelerator.",
     )
     replicate: int = Field(
-        1, ge=1, description="Copies of the model states: hybrid sharding over ranks / replicate when above 1."
+        default=1, ge=1, description="Copies of the model states: hybrid sharding over ranks / replicate when above 1."
     )
-    accumulate: int = Field(1, ge=1, description="Micro-batches in a step.")
+    accumulate: int = Field(default=1, ge=1, description="Micro-batches in a step.")
     precision: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Dtype of compute and of what is sent; the optimizer's parameters stay fp32."
+        default="fp32", description="Dtype of compute and of what is sent; the optimizer's parameters stay fp32."
     )
-    prefetch: int = Field(1, ge=0, description="Units to gather ahead of the one that computes.")
-    device: str = Field("auto", description="'cpu', 'cuda', ... 'auto': an accelerator if there is one, else cpu.")
+    prefetch: int = Field(default=1, ge=0, description="Units to gather ahead of the one that computes.")
+    device: str = Field(
+        default="auto", description="'cpu', 'cuda', ... 'auto': an accelerator if there is one, else cpu."
+    )
     timeout: float = Field(
-        300, gt=0, description="Seconds that a rank waits for another, in a collective or while data is prepared."
+        default=300,
+        gt=0,
+        description="Seconds that a rank waits for another, in a collective or while data is prepared.",
     )
 
 
 class Optimizer(Section):
     """AdamW. Parameters with fewer than two dimensions are not decayed."""
 
-    learning_rate: float = Field(1e-3, gt=0, description="The highest learning rate of the schedule.")
-    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the squared gradient's running mean.")
-    eps: float = Field(1e-8, gt=0, description="Added to the denominator of the update.")
-    implementation: Literal["fused", "foreach", "for-loop"] = Field("fused", description="Which AdamW of PyTorch runs.")
-    clip_norm: float = Field(1.0, ge=0, description="Gradients are scaled down to this global norm. 0: never.")
+    learning_rate: float = Field(default=1e-3, gt=0, description="The highest learning rate of the schedule.")
+    weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay.")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="Decay of the squared gradient's running mean.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator of the update.")
+    implementation: Literal["fused", "foreach", "for-loop"] = Field(
+        default="fused", description="Which AdamW of PyTorch runs."
+    )
+    clip_norm: float = Field(default=1.0, ge=0, description="Gradients are scaled down to this global norm. 0: never.")
 
 
 class Schedule(Section):
     """How long to train, and the learning rate on the way."""
 
-    steps: int = Field(100, ge=1, description="Optimizer steps.")
-    warmup: int = Field(10, ge=0, description="Steps in which the learning rate rises to its highest.")
-    decay: Literal["cosine", "linear", "constant"] = Field("cosine", description="How it falls after the warm-up.")
-    final_fraction: float = Field(0.1, ge=0, le=1, description="What is left of the learning rate in the last step.")
+    steps: int = Field(default=100, ge=1, description="Optimizer steps.")
+    warmup: float = Field(default=0.1, ge=0, le=1, description="Share of the steps in which the learning rate rises.")
+    decay: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="How it falls after the warm-up."
+    )
+    final_fraction: float = Field(
+        default=0.1, ge=0, le=1, description="What is left of the learning rate in the last step."
+    )
 
 
 class Evaluation(Section):
     """Loss on text that is not trained on."""
 
-    evaluate_every: int = Field(50, ge=0, description="Steps between evaluations; the last step has one too. 0: none.")
-    evaluate_batches: int = Field(4, ge=1, description="Batches in an evaluation, fewer when the text is short.")
+    evaluate_every: int = Field(
+        default=50, ge=0, description="Steps between evaluations; the last step has one too. 0: none."
+    )
+    evaluate_batches: int = Field(
+        default=4, ge=1, description="Batches in an evaluation, fewer when the text is short."
+    )
 
 
 class Run(Section):
     """What a run leaves behind."""
 
     directory: str = Field(
-        "auto", description="Holds the config, metrics and summary. Must be new or empty. 'auto': runs/<time>."
+        default="auto", description="Holds the config, metrics and summary. Must be new or empty. 'auto': runs/<time>."
     )
-    seed: int = Field(0, ge=0, description="Of the initial weights, the order of the data and dropout.")
-    log_every: int = Field(1, ge=1, description="Steps between entries in metrics.jsonl and TensorBoard.")
-    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    seed: int = Field(default=0, ge=0, description="Of the initial weights, the order of the data and dropout.")
+    log_every: int = Field(default=1, ge=1, description="Steps between entries in metrics.jsonl and TensorBoard.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard events.")
 
 
 class Config(Section):

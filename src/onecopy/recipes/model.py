@@ -40,11 +40,12 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
             eos_token_id=None,
         )
         return _for_training(GPT2LMHeadModel(small))
+    causal: Any = AutoModelForCausalLM
     if Path(path).is_file():
         settings = AutoConfig.from_pretrained(path, local_files_only=True)
-        model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
+        model = causal.from_config(settings, dtype=torch.float32)
     else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model = causal.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     known = model.get_input_embeddings().num_embeddings
     if known < vocabulary:
         raise SettingsError(
@@ -56,5 +57,7 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
 
 def _for_training(model: Any) -> nn.Module:
     model.config.use_cache = False
+    # transformers derives the loss from the class's name, which does not say it for GPT-2, and would warn.
+    model.loss_type = model.loss_type or "ForCausalLM"
     trained: nn.Module = model.train()
     return trained

@@ -38,9 +38,10 @@ def learning_rate_factor(step: int, config: Schedule) -> float:
 
     It rises in equal parts over the warm-up; unless constant, it then falls to ``final_fraction`` in the last step.
     """
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    progress = min(1.0, (step - config.warmup) / max(1, config.steps - 1 - config.warmup))
+    warmup = round(config.warmup * config.steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, config.steps - 1 - warmup))
     match config.decay:
         case "constant":
             return 1.0

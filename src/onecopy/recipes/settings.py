@@ -39,9 +39,7 @@ def sections() -> Iterator[tuple[str, type[Section]]]:
 
 def keys() -> list[Key]:
     """Every key of the config, in order. Names are unique over all sections."""
-    return [
-        Key(section, name, field) for section, table in sections() for name, field in table.model_fields.items()
-    ]
+    return [Key(section, name, field) for section, table in sections() for name, field in table.model_fields.items()]
 
 
 def load(path: str | None, overrides: Mapping[str, Any]) -> Config:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType, TracebackType
-from typing import Final
+from types import FrameType
+from typing import Any, Final
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -17,14 +17,15 @@ def end_at_once_on_signals() -> None:
 
 
 class StopRequest:
-    """Inside its block the first signal is a request to stop; a second one ends the process at once.
+    """Inside its block the first signal is a request to stop; a second one does what it did before the block.
 
-    So does the end of the process that started this one: a rank must not outlive its launcher.
+    The end of the process that started this one is a request too: a rank must not outlive its launcher.
     """
 
     def __init__(self) -> None:
         self._signalled = False
         self._parent = os.getppid()
+        self._before: dict[signal.Signals, Any] = {}
 
     @property
     def made(self) -> bool:
@@ -32,13 +33,16 @@ class StopRequest:
         return self._signalled or os.getppid() != self._parent
 
     def __enter__(self) -> StopRequest:
-        for number in _SIGNALS:
-            signal.signal(number, self._note)
+        self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        end_at_once_on_signals()
+    def __exit__(self, *_: object) -> None:
+        self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
-        end_at_once_on_signals()
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

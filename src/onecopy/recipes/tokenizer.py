@@ -82,7 +82,7 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int, directory: Path) 
     from tokenizers import decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    fast = Fast(models.BPE())
+    fast: Any = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -92,6 +92,7 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int, directory: Path) 
         show_progress=False,
     )
     fast.train_from_iterator(documents, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=_SEPARATOR)
+    pretrained: Any = PreTrainedTokenizerFast
+    tokenizer = pretrained(tokenizer_object=fast, eos_token=_SEPARATOR)
     tokenizer.save_pretrained(directory)
     return PretrainedTokenizer(tokenizer, fast.token_to_id(_SEPARATOR))

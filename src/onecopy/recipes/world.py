@@ -85,8 +85,7 @@ def join(device: str, timeout: float) -> Iterator[World]:
         timeout: seconds that any collective may take.
     """
     rank, local_rank, size = (
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+        int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
     own = torch.device(device) if device == "cpu" else torch.device(device, local_rank)
     if device != "cpu":

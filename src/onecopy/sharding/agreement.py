@@ -26,7 +26,7 @@ def check_agreement(lines: Sequence[str], mesh: Mesh) -> None:
     own = float(int.from_bytes(digest, "big"))
     for axis in mesh.axes:
         # Two maxima tell whether all are equal: the largest, and the largest of the negated.
-        extremes = torch.tensor([own, -own], dtype=torch.float64)
+        extremes = torch.tensor([own, -own], dtype=torch.float64, device=axis.control_device)
         if message := axis.combine(extremes, "agree", maximum=True):
             message.finish()
             if extremes[0] != -extremes[1]:

@@ -86,7 +86,7 @@ def shard(
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
     device = next(model.parameters()).device
     ledger = Ledger()
-    ranks = make_mesh(mesh, shards=kind.shards_optimizer, device=device, ledger=ledger, staging=Staging())
+    ranks = make_mesh(mesh, shards=kind.shards_optimizer, ledger=ledger, staging=Staging())
     settings = [f"stage={stage}", f"precision={dtypes}", f"accumulate={accumulate}", f"prefetch={prefetch}"]
     check_agreement([*settings, *_describe(scopes)], ranks)
 

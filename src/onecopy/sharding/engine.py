@@ -312,6 +312,7 @@ class Engine:
         """The optimizer is about to step."""
         if self._in_backward:
             self.recover()
+        self._reducer.settle()
         self.ledger.phase = "step"
 
     def step_done(self) -> None:

@@ -97,11 +97,11 @@ def agree_order(mesh: Mesh, units: Sequence[Unit], seen: Sequence[Unit], expecte
     """
     if mesh.size > 1:
         number = {unit: index for index, unit in enumerate(units)}
-        length = torch.tensor([len(seen)])
+        length = torch.tensor([len(seen)], device=mesh.control_device)
         _broadcast(mesh, length)
-        numbers = torch.zeros(int(length), dtype=torch.int64)
+        numbers = torch.zeros(int(length), dtype=torch.int64, device=mesh.control_device)
         own = [number[unit] for unit in seen][: len(numbers)]
-        numbers[: len(own)] = torch.tensor(own, dtype=torch.int64)
+        numbers[: len(own)] = torch.tensor(own, dtype=torch.int64, device=numbers.device)
         _broadcast(mesh, numbers)
         seen = [units[index] for index in numbers.tolist()]
     order = list(seen)

@@ -96,6 +96,12 @@ class Reducer:
             self._agreed = True
             self._order = agree_order(self._mesh, self._units, self._finished, self._order)
 
+    def settle(self) -> None:
+        """Finish the messages that nobody had to wait for."""
+        for message in self._messages:
+            message.finish()
+        self._messages = []
+
     def drop(self) -> None:
         """Forget a backward that failed."""
         self._underway = []
@@ -128,9 +134,7 @@ class Reducer:
 
         A rank with gradients for all of them knows the answer: it sends its message and does not wait.
         """
-        for message in self._messages:
-            message.finish()
-        self._messages = []
+        self.settle()
         own = [use for gradients in self._all for use in self._uses[gradients]]
         if self._mesh.size == 1 or not own:
             return self._uses

@@ -1,0 +1,179 @@
+"""Account: what a run has done so far: losses, tokens, seconds, memory, and bytes beside the paper's formula."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+import onecopy
+from onecopy.planner.traffic import step_elements
+from onecopy.recipes.config import Config
+from onecopy.recipes.metrics import Record
+from onecopy.recipes.world import World
+
+_ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes of model states that a rank sends in one step by one operation.
+
+    Attributes:
+        measured: by the ledger, the mean over steps; those after an evaluation, whose gathers came on top, left out.
+        formula: by ZeRO §7.
+        elements: the same formula as a multiple of Ψ.
+    """
+
+    measured: float
+    formula: float
+    elements: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in numbers.
+
+    Attributes:
+        steps: optimizer steps taken.
+        interrupted: whether a signal ended it early.
+        first_loss, last_loss: of the first and last step, means over the whole batch.
+        validation_loss: of the last evaluation, None without one.
+        tokens_per_second: of all ranks, evaluations and the first step left out.
+        peak_memory: bytes, rank by rank: of the device, or the resident set of the process on CPU.
+        parameters: of the model.
+        padded_parameters: Ψ, what one gather moves: parameters and the padding between them.
+        element_bytes: of an element on the wire.
+        shard, replicate, micro_batches: N, copies of the model states, and g.
+        bytes_sent_per_step: by operation.
+    """
+
+    steps: int
+    interrupted: bool
+    first_loss: float
+    last_loss: float
+    validation_loss: float | None
+    tokens_per_second: float
+    peak_memory: list[int]
+    stage: int
+    parameters: int
+    padded_parameters: int
+    element_bytes: int
+    shard: int
+    replicate: int
+    micro_batches: int
+    bytes_sent_per_step: dict[str, Sent]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Account:
+    """Counts along with the training loop.
+
+    Args:
+        config: one whose ranks are known.
+        model: the sharded model.
+    """
+
+    def __init__(self, config: Config, world: World, model: nn.Module) -> None:
+        self._config = config
+        self._world = world
+        self._ledger = onecopy.ledger(model)
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._padded = onecopy.padded_numel(model)
+        self._tokens = config.data.batch * config.data.sequence_length
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._validation_loss: float | None = None
+        self._sent: Counter[str] = Counter()
+        self._steps_counted = 0
+        self._evaluated = False
+        self._mark = perf_counter()
+
+    def step_done(self, step: int, loss: float, learning_rate: float, gradient_norm: float) -> Record:
+        """Note a step that has just ended."""
+        traffic = self._ledger.last_step
+        assert traffic is not None
+        seconds = perf_counter() - self._mark
+        self._losses.append(loss)
+        self._seconds.append(seconds)
+        if not self._evaluated:
+            self._steps_counted += 1
+            for entry in traffic.entries:
+                if entry.phase != "setup":
+                    self._sent[entry.op] += entry.bytes_sent
+        self._evaluated = False
+        self._mark = perf_counter()
+        values = {
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "gradient_norm": gradient_norm,
+            "seconds": seconds,
+            "tokens_per_second": self._tokens / seconds,
+            "bytes_sent": float(traffic.state_bytes),
+            "peak_memory": float(peak_memory(self._world.device)),
+        }
+        return Record("train", step, values)
+
+    def evaluated(self, step: int, loss: float) -> Record:
+        """Note an evaluation that has just ended."""
+        self._validation_loss = loss
+        self._evaluated = True
+        self._mark = perf_counter()
+        return Record("evaluation", step, {"loss": loss})
+
+    def summary(self, *, interrupted: bool) -> Summary:
+        """The run in numbers. Every rank must ask."""
+        parallel = self._config.parallel
+        timed = self._seconds[1:] or self._seconds
+        return Summary(
+            steps=len(self._losses),
+            interrupted=interrupted,
+            first_loss=self._losses[0],
+            last_loss=self._losses[-1],
+            validation_loss=self._validation_loss,
+            tokens_per_second=self._tokens * len(timed) / sum(timed),
+            peak_memory=self._world.gather(peak_memory(self._world.device)),
+            stage=parallel.stage,
+            parameters=self._parameters,
+            padded_parameters=self._padded,
+            element_bytes=_ELEMENT_BYTES[parallel.precision],
+            shard=self._world.size // parallel.replicate,
+            replicate=parallel.replicate,
+            micro_batches=parallel.accumulate,
+            bytes_sent_per_step=self._bytes_sent(),
+        )
+
+    def _bytes_sent(self) -> dict[str, Sent]:
+        parallel = self._config.parallel
+        elements = step_elements(
+            parallel.stage,
+            self._padded,
+            self._world.size // parallel.replicate,
+            parallel.accumulate,
+            parallel.replicate,
+        )
+        width = _ELEMENT_BYTES[parallel.precision]
+        rows = {
+            op: Sent(self._sent[op] / self._steps_counted, count * width, count / self._padded)
+            for op, count in elements._asdict().items()
+        }
+        rows["total"] = Sent(
+            sum(row.measured for row in rows.values()), elements.total * width, elements.total / self._padded
+        )
+        return rows
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes in use so far: of the device, or of the whole process on CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

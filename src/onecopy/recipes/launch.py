@@ -1,0 +1,145 @@
+"""Launch: one command that starts its own ranks, and is a rank when torchrun started it.
+
+===============================  ======================================================
+environment                      what happens
+===============================  ======================================================
+RANK is set (torchrun)           this process is that rank
+one rank                         this process is it; no process group
+otherwise                        torchrun's own agent starts the same command N times
+===============================  ======================================================
+
+A rank that fails says why itself, in one piece, and ends at once. The others then lose their connections to it; they
+end quietly, so that the first error stays the one to read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from enum import IntEnum
+from typing import NoReturn
+
+import torch
+
+from onecopy.errors import CollectiveError, CollectiveTimeout, MismatchError, SettingsError
+from onecopy.recipes.checks import check, resolve
+from onecopy.recipes.config import Config
+from onecopy.recipes.stop import end_at_once_on_signals
+from onecopy.recipes.world import join
+
+
+class Exit(IntEnum):
+    """Exit codes of a rank and of the launcher."""
+
+    DONE = 0
+    FAILED = 1
+    SETTINGS = 2
+    LOST_PEER = 3
+    INTERRUPTED = 128 + signal.SIGINT
+
+
+def launch(config: Config, arguments: list[str]) -> int:
+    """Train, here or in ranks started for it.
+
+    Args:
+        config: what ``arguments`` say.
+        arguments: of the `onecopy` command, for ranks to be started with.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SettingsError: before any rank starts, if the settings cannot work.
+    """
+    if "RANK" in os.environ:
+        _be_a_rank(config)
+    config = resolve(config)
+    check(config)
+    assert isinstance(config.parallel.ranks, int)
+    if config.parallel.ranks == 1:
+        return _train(config)
+    return _start_ranks(config.parallel.ranks, arguments)
+
+
+def _train(config: Config) -> Exit:
+    # Not at the top: the launcher of other ranks has no use for it.
+    from onecopy.recipes.train import train
+
+    torch.set_num_threads(_threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    with join(config.parallel.device, config.parallel.timeout) as world:
+        return Exit.DONE if train(config, world) else Exit.INTERRUPTED
+
+
+def _threads(ranks: int) -> int:
+    """Threads for each of the ranks on this host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+# --- a rank
+
+
+def _be_a_rank(config: Config) -> NoReturn:
+    end_at_once_on_signals()
+    rank, is_first = os.environ["RANK"], os.environ.get("LOCAL_RANK", "0") == "0"
+    message = ""
+    try:
+        config = resolve(config)
+        check(config)
+        code = _train(config)
+    except (SettingsError, MismatchError) as error:
+        # The same on every rank of a host, or known to the first one alone.
+        message, code = f"error: {error}\n" if is_first else "", Exit.SETTINGS
+    except CollectiveTimeout as error:
+        message, code = f"rank {rank} gave up: {error}\n", Exit.FAILED
+    except CollectiveError as error:
+        message, code = f"rank {rank} stopped: {error}\n" if is_first else "", Exit.LOST_PEER
+    except Exception:
+        message, code = f"rank {rank} failed:\n{traceback.format_exc()}", Exit.FAILED
+    sys.stdout.flush()
+    sys.stderr.write(message)
+    sys.stderr.flush()
+    # Past destructors, which may wait for ranks that are gone.
+    os._exit(code)
+
+
+# --- the launcher
+
+
+def _start_ranks(ranks: int, arguments: list[str]) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # The agent's log would bury what the ranks say.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
+    if sys.platform == "linux":
+        # All ranks are on this host, whose own name may lead anywhere.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(prefix="onecopy-launch-") as logs:
+        options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", f"--log-dir={logs}"]
+        try:
+            run.run(run.parse_args([*options, "-m", "onecopy.cli.main", *arguments]))
+        except SignalException as error:
+            return 128 + error.sigval
+        except ChildFailedError as error:
+            return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
+    return Exit.DONE
+
+
+def _explain(exit_codes: dict[int, int]) -> int:
+    """Say what ended the ranks where they could not say it themselves; returns the launcher's exit code."""
+    # Ranks that lost a peer, or that the agent ended, are not the cause.
+    causes = {rank: code for rank, code in exit_codes.items() if code not in (Exit.LOST_PEER, -signal.SIGTERM)}
+    for rank, code in causes.items():
+        if code < 0:
+            hint = "; often the host has run out of memory" if code == -signal.SIGKILL else ""
+            sys.stderr.write(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}\n")
+    if set(causes.values()) <= {Exit.INTERRUPTED, Exit.SETTINGS} and causes:
+        return min(causes.values())
+    return Exit.FAILED

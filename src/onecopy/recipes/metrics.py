@@ -1,0 +1,90 @@
+"""Metrics: what a run leaves behind. Its directory, metrics.jsonl, TensorBoard events and summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from onecopy.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Record:
+    """Numbers of one step.
+
+    Attributes:
+        kind: "train" for a step, "evaluation" for an evaluation after it.
+        step: counted from 1.
+        values: by name.
+    """
+
+    kind: Literal["train", "evaluation"]
+    step: int
+    values: Mapping[str, float]
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One JSON object a line, readable while the run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps({"kind": record.kind, "step": record.step, **record.values}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars by kind and name."""
+
+    def __init__(self, directory: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory))
+
+    def write(self, record: Record) -> None:
+        for name, value in record.values.items():
+            self._writer.add_scalar(f"{record.kind}/{name}", value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def make_run_directory(wanted: str) -> Path:
+    """Create the run directory; "auto" is a new one below runs/, named by the time.
+
+    Raises:
+        SettingsError: if it cannot be created.
+    """
+    directory = Path(wanted)
+    if wanted == "auto":
+        # Two runs may start in the same second.
+        now = Path("runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+        directory, number = now, 1
+        while directory.exists():
+            number += 1
+            directory = now.with_name(f"{now.name}-{number}")
+    try:
+        directory.mkdir(parents=True, exist_ok=wanted != "auto")
+    except OSError as error:
+        raise SettingsError(f"cannot create the run directory: {error}; set run.directory") from None
+    return directory
+
+
+def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json."""
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,139 @@
+"""Train: the loop, as one would write it in plain PyTorch. Only `onecopy.shard` makes it a sharded one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import onecopy
+from onecopy.recipes.account import Account
+from onecopy.recipes.config import Config
+from onecopy.recipes.data import Batch, prepare
+from onecopy.recipes.metrics import JsonLines, Record, Sink, TensorBoard, make_run_directory, write_summary
+from onecopy.recipes.model import build_model
+from onecopy.recipes.report import Report, print_start, print_summary
+from onecopy.recipes.schedule import build_optimizer, build_schedule
+from onecopy.recipes.settings import dump
+from onecopy.recipes.stop import StopRequest
+from onecopy.recipes.world import World
+
+
+def train(config: Config, world: World) -> bool:
+    """Train as the config says. Every rank calls it.
+
+    Args:
+        config: one that `checks.resolve` returned.
+
+    Returns:
+        Whether it ran to the last step; a signal ends it earlier.
+
+    Raises:
+        SettingsError: if the data or the model do not fit the settings.
+    """
+    config, directory = _enter_run_directory(config, world)
+    parallel, steps = config.parallel, config.schedule.steps
+    batches, evaluation_batches, vocabulary = prepare(config, world, directory)
+
+    torch.manual_seed(config.run.seed)
+    model = onecopy.shard(
+        build_model(config, vocabulary).to(world.device),
+        parallel.stage,
+        mesh=_make_mesh(config, world),
+        precision=parallel.precision,
+        accumulate=parallel.accumulate,
+        prefetch=parallel.prefetch,
+    )
+    # The same weights everywhere, but dropout of its own on each rank.
+    torch.manual_seed(config.run.seed + world.rank)
+    optimizer = build_optimizer(model, config.optimizer)
+    schedule = build_schedule(optimizer, config.schedule)
+
+    account = Account(config, world, model)
+    with StopRequest() as stop, _open_sinks(config, world, directory, model) as write:
+        for step, micro_batches in enumerate(islice(batches, steps), 1):
+            loss = torch.zeros((), device=world.device)
+            for batch in micro_batches:
+                micro_loss = model(**batch).loss / parallel.accumulate
+                micro_loss.backward()
+                loss += micro_loss.detach()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or math.inf)
+            learning_rate = float(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+            loss_sum, stops = world.sum(loss.item(), stop.made)
+            record = account.step_done(step, loss_sum / world.size, learning_rate, norm.item())
+            if step % config.run.log_every == 0 or step in (1, steps):
+                write(record)
+            if stops:
+                break
+            if evaluation_batches and (step % config.evaluation.evaluate_every == 0 or step == steps):
+                write(account.evaluated(step, evaluate(model, evaluation_batches, world)))
+
+    summary = account.summary(interrupted=step < steps)
+    if world.rank == 0:
+        write_summary(directory, summary.as_dict())
+        print_summary(Console(), summary)
+    return not summary.interrupted
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: list[Batch], world: World) -> float:
+    """Mean loss over the batches of all ranks."""
+    model.eval()
+    losses = [model(**batch).loss for batch in batches]
+    model.train()
+    (total,) = world.sum(torch.stack(losses).mean().item())
+    return total / world.size
+
+
+def _enter_run_directory(config: Config, world: World) -> tuple[Config, Path]:
+    """The run directory that the first rank makes, and the config with its name, as written into it."""
+    made = make_run_directory(config.run.directory) if world.rank == 0 else None
+    directory = world.gather(made)[0]
+    assert directory is not None
+    directory.mkdir(parents=True, exist_ok=True)  # on other hosts
+    config = config.model_copy(update={"run": config.run.model_copy(update={"directory": str(directory)})})
+    if world.rank == 0:
+        (directory / "config.toml").write_text(dump(config), encoding="utf-8")
+    return config, directory
+
+
+def _make_mesh(config: Config, world: World) -> DeviceMesh | None:
+    """Hybrid sharding's mesh: neighbours share a copy of the model states."""
+    copies = config.parallel.replicate
+    if copies == 1:
+        return None
+    sizes = (copies, world.size // copies)
+    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+@contextmanager
+def _open_sinks(config: Config, world: World, directory: Path, model: nn.Module) -> Iterator[Callable[[Record], None]]:
+    """A function that hands a record to the terminal and the files; on other ranks than the first to nobody."""
+    sinks: list[Sink] = []
+    with ExitStack() as open_sinks:
+        if world.rank == 0:
+            console = Console()
+            print_start(console, config, model)
+            sinks.append(JsonLines(directory / "metrics.jsonl"))
+            if config.run.tensorboard:
+                sinks.append(TensorBoard(directory))
+            sinks.append(Report(console, config.schedule.steps))
+        for sink in sinks:
+            open_sinks.callback(sink.close)
+
+        def write(record: Record) -> None:
+            for sink in sinks:
+                sink.write(record)
+
+        yield write

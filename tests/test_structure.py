@@ -1,0 +1,429 @@
+"""Models of every odd shape train as in one process: branches by data, lists and dicts, odd signatures, buffers, meta.
+
+The oracle is plain PyTorch in one process, on the whole batch or on each rank's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from oracle import (
+    OPTIMIZERS,
+    assert_same_weights,
+    assert_trains_like_twin,
+    gathered_weights,
+    part,
+    train,
+    whole_weights,
+)
+from ranks import everywhere, run_ranks
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import onecopy
+
+
+class Branching(nn.Module):
+    """Each rank's data chooses its block; the last block is visited by none but rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(10, 10)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor, route: list[int]) -> Tensor:
+        x = torch.tanh(self.entry(x))
+        for expert in route:
+            x = x + self.experts[expert](x)
+        return F.mse_loss(self.head(x), y)
+
+
+def _train_branches(
+    rank: int, num_ranks: int, stage: int, routes: list[list[list[int]]], **settings: Any
+) -> None:
+    """Ranks take ``routes[step][rank]``; the twin averages what each of them computes, as DDP defines it."""
+    batches = vector_batches(len(routes))
+    twin = seeded(Branching)
+    twin_optimizer = SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    model = onecopy.shard(seeded(Branching), stage, **settings)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for batch, step in zip(batches, routes, strict=True):
+        for other in range(num_ranks):
+            (twin(*part(batch, other, num_ranks), step[other % len(step)]) / num_ranks).backward()
+        model(*part(batch, rank, num_ranks), step[rank % len(step)]).backward()
+        gone = {n for n, p in twin.named_parameters() if p.grad is None}
+        assert {n for n, p in model.named_parameters() if p.grad is None} == gone
+        for o in (twin_optimizer, optimizer):
+            o.step()
+            o.zero_grad()
+    assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "routes",
+    [
+        pytest.param([[[0], [1]]] * 3, id="rank 0 visits A, rank 1 visits B"),
+        pytest.param([[[0, 1], [1, 0]]] * 3, id="the same units in another order"),
+        pytest.param([[[0, 1, 2], []], [[], [3]], [[2], [2]]], id="changing from step to step"),
+        pytest.param([[[0, 1, 2, 3], [0, 1, 2, 3]], [[3], [0]], [[1, 2], [2]]], id="fewer than in the first step"),
+        pytest.param([[[0], [0]], [[3, 2], [1]], [[0, 0, 3], [1, 2]]], id="more than in the first step"),
+    ],
+)
+def test_units_that_only_some_ranks_data_visits_train_like_twin(
+    routes: list[list[list[int]]], stage: int, num_ranks: int
+) -> None:
+    run_ranks(num_ranks, lambda rank: _train_branches(rank, num_ranks, stage, routes))
+
+
+class InDicts(nn.Module):
+    """Modules and parameters in every container that torch has, one list inside the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = nn.ModuleDict({"a": nn.Linear(10, 10), "b": nn.Linear(10, 10)})
+        self.nested = nn.ModuleList(nn.ModuleList(nn.Linear(10, 10) for _ in range(2)) for _ in range(2))
+        self.values = nn.ParameterList([torch.randn(10), torch.randn(10)])
+        self.by_name = nn.ParameterDict({"shift": torch.randn(10)})
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.named["b"](self.named["a"](x)))
+        for layers in self.nested:
+            for layer in layers:
+                x = x + torch.tanh(layer(x))
+        return F.mse_loss(self.head(x * self.values[0] + self.values[1] - self.by_name["shift"]), y)
+
+
+@dataclass
+class Hidden:
+    """What a block returns: tensors in a dataclass, a dict, a tuple and a list."""
+
+    state: Tensor
+    extras: dict[str, Any]
+
+
+class Signatures(nn.Module):
+    """Blocks with keyword arguments, defaults and nested outputs."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(10, 10)
+
+        def forward(self, *, hidden: Hidden, scale: float = 2.0, flag: bool | None = None) -> Hidden:
+            assert flag is None
+            out = torch.tanh(self.linear(hidden.state) * scale)
+            return Hidden(hidden.state + out, {"all": (out, [out * 2, {"deep": out * 3}]), "name": "inner"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Inner() for _ in range(3))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = Hidden(x, {})
+        loss = x.new_zeros(())
+        for layer in self.layers:
+            hidden = layer(hidden=hidden, scale=1.5)
+            first, (second, third) = hidden.extras["all"]
+            loss = loss + 0.1 * (first.square().mean() + second.mean() * third["deep"].mean())
+        return loss + F.mse_loss(self.head(hidden.state), y)
+
+
+class OnlyDeepOutput(nn.Module):
+    """The loss reaches a block through nothing but the deepest tensor of its nested output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Signatures.Inner() for _ in range(2))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(hidden=Hidden(x, {})).extras["all"][1][1]["deep"]
+        return F.mse_loss(self.head(x), y)
+
+
+class InPlaceFirst(nn.Module):
+    """Blocks whose first operation writes to their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(10, 10)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(10, 10)) for _ in range(3))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(x), y)
+
+
+class InPlaceAfter(nn.Module):
+    """What a block returned is written to by its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh_().add_(x)
+        return F.mse_loss(self.head(x), y)
+
+
+class Recursive(nn.Module):
+    """A block that calls itself."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(10, 10)
+
+        def forward(self, x: Tensor, depth: int) -> Tensor:
+            x = torch.tanh(self.linear(x))
+            return x + self(x, depth - 1) if depth else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(2))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, 2)
+        return F.mse_loss(self.head(x), y)
+
+
+class NoInputGradient(nn.Module):
+    """Blocks whose inputs need no gradient, two of them side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return sum(F.mse_loss(tower(x), y) for tower in self.towers)
+
+
+class ParameterReturned(nn.Module):
+    """A block returns its parameter, and the model uses another's weight directly."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(10, 10) / 3)
+
+        def forward(self) -> Tensor:
+            return self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(2))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(x @ block())
+        return F.mse_loss(self.head(x), y)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "kind",
+    [
+        InDicts,
+        Signatures,
+        OnlyDeepOutput,
+        InPlaceFirst,
+        InPlaceAfter,
+        Recursive,
+        NoInputGradient,
+        ParameterReturned,
+    ],
+)
+def test_structure_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        assert_trains_like_twin(rank, num_ranks, lambda: seeded(kind), vector_batches(4), stage=stage)
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "units",
+    [
+        pytest.param([], id="the root alone"),
+        pytest.param([nn.Linear], id="a class"),
+        pytest.param(["blocks.0", "head"], id="names"),
+        pytest.param(["blocks.1", "blocks.1.0", nn.Tanh], id="a unit in a unit, and one without parameters"),
+    ],
+)
+def test_chosen_units_train_like_twin(units: list[Any], stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        assert_trains_like_twin(rank, num_ranks, lambda: seeded(Stack), vector_batches(3), stage=stage, units=units)
+
+    run_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
+def test_prefetch_changes_no_number(prefetch: int) -> None:
+    def run(rank: int) -> None:
+        assert_trains_like_twin(
+            rank, 2, lambda: seeded(TinyGPT), token_batches(3), stage=3, prefetch=prefetch, units=[nn.Linear]
+        )
+
+    run_ranks(2, run)
+
+
+class Normed(nn.Module):
+    """BatchNorm: buffers that every forward changes, one of them an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)) for _ in range(2))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return F.mse_loss(self.head(x), y)
+
+
+@everywhere
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_batch_norm_buffers_are_kept_per_rank_or_the_first_ranks(broadcast: bool, stage: int, num_ranks: int) -> None:
+    """Oracle: a replica for every rank in one process, their gradients averaged; buffers copied from the first on request."""
+    batches = vector_batches(3)
+
+    def replicas() -> list[nn.Module]:
+        models = [seeded(Normed) for _ in range(num_ranks)]
+        optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
+        for batch in batches:
+            for rank, model in enumerate(models):
+                if broadcast:
+                    for own, first in zip(model.buffers(), models[0].buffers(), strict=True):
+                        if rank and own.is_floating_point():
+                            own.copy_(before[str(id(first))])
+                else:
+                    pass
+                if rank == 0:
+                    before = {str(id(b)): b.clone() for b in model.buffers()}
+                model(*part(batch, rank, num_ranks)).backward()
+            for parameters in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([p.grad for p in parameters]).mean(0)
+                for parameter in parameters:
+                    parameter.grad = mean.clone()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return models
+
+    def run(rank: int) -> None:
+        expected = replicas()[rank]
+        model = onecopy.shard(seeded(Normed), stage, broadcast_buffers=broadcast)
+        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(batch, rank, num_ranks) for batch in batches])
+        assert_same_weights(gathered_weights(model), whole_weights(expected))
+        for (name, found), value in zip(model.named_buffers(), expected.buffers(), strict=True):
+            torch.testing.assert_close(found, value, msg=lambda text, name=name: f"{name}: {text}")
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+@pytest.mark.parametrize("callback", [False, True])
+def test_meta_model_draws_the_values_of_one_process(callback: bool, stage: int, num_ranks: int) -> None:
+    """Oracle: the same modules initialised in the same order from the same seed, whole."""
+
+    def init(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.3)
+        for buffer in module.buffers(recurse=False):
+            nn.init.zeros_(buffer)
+
+    def initialise(model: nn.Module) -> None:
+        for module in model.modules():
+            if callback:
+                init(module)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def run(rank: int) -> None:
+        twin = Normed()
+        torch.manual_seed(3)
+        initialise(twin)
+        with torch.device("meta"):
+            model = Normed()
+        onecopy.shard(model, stage)
+        # Only the first rank's draws count, so that ranks need no common seed.
+        torch.manual_seed(3 + rank)
+        assert onecopy.materialize(model, "cpu", init if callback else None) is model
+        assert_same_weights(gathered_weights(model), whole_weights(twin), atol=0)
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        train(model, optimizer, [part(batch, rank, num_ranks) for batch in vector_batches(2)])
+        moved = gathered_weights(model)
+        assert not torch.equal(moved["head.weight"], twin.head.weight)
+
+    run_ranks(num_ranks, run)
+
+
+class Generator(nn.Module):
+    """A model with a method other than forward that uses parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.encode(x), y)
+
+    def encode(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+    def direct(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.head.weight, self.head.bias)
+
+
+@everywhere
+@pytest.mark.parametrize("method", ["encode", "direct"])
+def test_a_method_other_than_forward_works_inside_gathered(method: str, stage: int, num_ranks: int) -> None:
+    """Outside it either works too or raises an error that names the way; never a crash or a wrong number."""
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: getattr(model, method)(x)  # noqa: E731
+
+    def run(rank: int) -> None:
+        x = torch.randn(2, 10)
+        expected = call(seeded(Generator), x)
+        model = onecopy.shard(seeded(Generator), stage)
+        with onecopy.gathered(model), torch.no_grad():
+            assert torch.equal(call(model, x), expected)
+        with torch.no_grad():
+            try:
+                found = call(model, x)
+            except onecopy.errors.NeedsWholeError as error:
+                assert "gathered" in str(error)
+                assert "head." in str(error)
+            else:
+                assert torch.equal(found, expected)
+        assert_trains_after(model, rank)
+
+    def assert_trains_after(model: nn.Module, rank: int) -> None:
+        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(vector_batches(1)[0], rank, num_ranks)])
+        twin = seeded(Generator)
+        train(twin, OPTIMIZERS["sgd"](twin.parameters()), vector_batches(1))
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(num_ranks, run)
