@@ -137,7 +137,10 @@ def train_in_rank_order(
     computing = model if half is None else HalfTwin(model, half)
     for start in range(0, len(batches), accumulate):
         local = [
-            [_gradients(computing, part(batch, rank, num_ranks), parameters, accumulate, run) for rank in range(num_ranks)]
+            [
+                _gradients(computing, part(batch, rank, num_ranks), parameters, accumulate, run)
+                for rank in range(num_ranks)
+            ]
             for batch in batches[start : start + accumulate]
         ]
         if sum_first:
@@ -191,9 +194,7 @@ def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], a
     """Same names, shapes, dtypes and, to ``atol``, values."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def assert_trains_like_twin(

@@ -28,9 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-everywhere = pytest.mark.parametrize(
-    "stage, num_ranks", [(0, 2), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3), (3, 3)]
-)
+everywhere = pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3), (3, 3)])
 """Every stage on two ranks, and on three, which divide nothing, where something is sharded."""
 
 GROUP_TIMEOUT = 25.0

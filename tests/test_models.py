@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCAB, Stack, TinyGPT, seeded, token_batches, vector_batches
-from oracle import OPTIMIZERS, assert_same_weights, assert_trains_like_twin, gathered_weights, part, train, train_in_rank_order
+from oracle import (
+    OPTIMIZERS,
+    assert_same_weights,
+    assert_trains_like_twin,
+    gathered_weights,
+    part,
+    train,
+    train_in_rank_order,
+)
 from ranks import everywhere, run_ranks
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -220,9 +228,7 @@ def test_unused_parameters_keep_no_gradient_and_are_not_decayed(stage: int, num_
 
     def run(rank: int) -> None:
         decaying = lambda parameters: AdamW(parameters, lr=1e-2, weight_decay=0.5)  # noqa: E731
-        model = assert_trains_like_twin(
-            rank, num_ranks, build, vector_batches(3), stage=stage, optimizer=decaying
-        )
+        model = assert_trains_like_twin(rank, num_ranks, build, vector_batches(3), stage=stage, optimizer=decaying)
         model(*part(vector_batches(1)[0], rank, num_ranks)).backward()
         assert {n for n, p in model.named_parameters() if p.grad is None} == {
             "blocks.1.spare",

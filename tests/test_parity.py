@@ -128,7 +128,9 @@ def test_fp32_run_equals_whole_batch_twin(stage: int, num_ranks: int, loop: Loop
     assert runs[0].norms == pytest.approx(twin.norms, rel=1e-6, abs=0)
     assert runs[0].weights.keys() == twin.weights.keys()
     for name, expected in twin.weights.items():
-        torch.testing.assert_close(runs[0].weights[name], expected, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            runs[0].weights[name], expected, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=_id)
@@ -183,9 +185,7 @@ def _exact_cases() -> list[tuple[int, int, str, Loop]]:
 @pytest.mark.parametrize(
     "stage, num_ranks, precision, loop", _exact_cases(), ids=lambda v: _id(v) if isinstance(v, tuple) else None
 )
-def test_run_equals_rank_ordered_twin_to_the_last_bit(
-    stage: int, num_ranks: int, precision: str, loop: Loop
-) -> None:
+def test_run_equals_rank_ordered_twin_to_the_last_bit(stage: int, num_ranks: int, precision: str, loop: Loop) -> None:
     """Against one process that computes each rank's gradients and adds them in rank order in fp32."""
     runs = _runs(stage, num_ranks, precision, loop)
     twin = _rank_ordered(num_ranks, precision, loop, sum_first=stage < 2)

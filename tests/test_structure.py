@@ -45,9 +45,7 @@ class Branching(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
-def _train_branches(
-    rank: int, num_ranks: int, stage: int, routes: list[list[list[int]]], **settings: Any
-) -> None:
+def _train_branches(rank: int, num_ranks: int, stage: int, routes: list[list[list[int]]], **settings: Any) -> None:
     """Ranks take ``routes[step][rank]``; the twin averages what each of them computes, as DDP defines it."""
     batches = vector_batches(len(routes))
     twin = seeded(Branching)
@@ -134,7 +132,7 @@ class Signatures(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden=hidden, scale=1.5)
             first, (second, third) = hidden.extras["all"]
-            loss = loss + 0.1 * (first.square().mean() + second.mean() * third["deep"].mean())
+            loss = loss + 0.1 * (first.square().mean() + second.mean() - third["deep"].mean())
         return loss + F.mse_loss(self.head(hidden.state), y)
 
 
@@ -178,7 +176,7 @@ class InPlaceAfter(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x).tanh_().add_(x)
+            x = block(x).mul_(0.5).add_(x)
         return F.mse_loss(self.head(x), y)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 
 def main() -> None:
     """Entry point of the `onecopy` command."""
+    # Until there is something to close, Ctrl-C ends the process in the kernel: no traceback, and imports cannot lose it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         import typer
 

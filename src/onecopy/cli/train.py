@@ -121,6 +121,4 @@ def train(
     except SettingsError as error:
         typer.echo(f"error: {error}", err=True)
         code = 2
-    except KeyboardInterrupt:
-        code = 130
     raise typer.Exit(code)

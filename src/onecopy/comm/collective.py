@@ -7,19 +7,22 @@ for. `Collective` runs it: to the first wait when it is issued, on to the next a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from time import perf_counter
-from typing import Protocol
+from typing import Final, Protocol
 
 from onecopy.comm.ledger import Ledger
 from onecopy.errors import CollectiveError, CollectiveTimeout
+
+_A_LOOK: Final = timedelta(milliseconds=10)
 
 
 class Work(Protocol):
     """What torch.distributed returns for an asynchronous call."""
 
-    def wait(self) -> object: ...
+    def wait(self, timeout: timedelta = ...) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,11 @@ class Collective:
         self._issued = perf_counter()
         self._exposed = 0.0
         self._posted: Sequence[Posted] | None = None
-        self._on_finish: list[Callable[[], None]] = []
         self._step()
 
     @property
     def done(self) -> bool:
         return self._posted is None
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Run ``action`` in the calling thread as soon as the collective has finished."""
-        if self.done:
-            action()
-        else:
-            self._on_finish.append(action)
 
     def advance(self) -> bool:
         """Wait for the messages posted so far and post the next ones. Returns whether all is done."""
@@ -108,9 +103,6 @@ class Collective:
                 seconds=now - self._issued,
                 exposed=self._exposed,
             )
-            for action in self._on_finish:
-                action()
-            self._on_finish.clear()
 
     def _wait(self) -> None:
         assert self._posted is not None
@@ -121,12 +113,12 @@ class Collective:
                 self._fail(error, self._posted[position:])
 
     def _fail(self, error: RuntimeError, unfinished: Sequence[Posted]) -> None:
-        """Name the failure. Peers after the first were never waited for: they are missing only if they fail too."""
+        """Name the failure. Those after the first were never waited for: have a look whether they are missing too."""
         missing = {unfinished[0].peer}
         for posted in unfinished[1:]:
             try:
                 if posted.peer not in missing:
-                    posted.work.wait()
+                    posted.work.wait(_A_LOOK)
             except RuntimeError:
                 missing.add(posted.peer)
         ranks = sorted(peer for peer in missing if peer is not None)

@@ -25,7 +25,7 @@ def resolve(config: Config) -> Config:
         device = found.type if found else "cpu"
     ranks = config.parallel.ranks
     if ranks == "auto":
-        alone = 2 if device == "cpu" else torch.accelerator.device_count()
+        alone = 2 if device == "cpu" else max(1, torch.accelerator.device_count())
         ranks = int(os.environ.get("WORLD_SIZE", alone))
     tokenizer = config.data.tokenizer
     if tokenizer == "auto":

@@ -19,17 +19,20 @@ import os
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from enum import IntEnum
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import torch
 
 from onecopy.errors import CollectiveError, CollectiveTimeout, MismatchError, SettingsError
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
-from onecopy.recipes.stop import end_at_once_on_signals
 from onecopy.recipes.world import join
+
+_LAST_WORDS: Final = 5.0
+"""Seconds."""
 
 
 class Exit(IntEnum):
@@ -84,7 +87,6 @@ def _threads(ranks: int) -> int:
 
 
 def _be_a_rank(config: Config) -> NoReturn:
-    end_at_once_on_signals()
     rank, is_first = os.environ["RANK"], os.environ.get("LOCAL_RANK", "0") == "0"
     message = ""
     try:
@@ -103,6 +105,9 @@ def _be_a_rank(config: Config) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.write(message)
     sys.stderr.flush()
+    if code == Exit.SETTINGS and not is_first:
+        # The first rank's message must be out before torchrun sees an exit and ends them all.
+        time.sleep(_LAST_WORDS)
     # Past destructors, which may wait for ranks that are gone.
     os._exit(code)
 
@@ -116,7 +121,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # The agent's log would bury what the ranks say.
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
     if sys.platform == "linux":
         # All ranks are on this host, whose own name may lead anywhere.

@@ -10,12 +10,6 @@ from typing import Any, Final
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
-def end_at_once_on_signals() -> None:
-    """Let signals end this process in the kernel, without a traceback and even inside a collective."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
-
-
 class StopRequest:
     """Inside its block the first signal is a request to stop; a second one does what it did before the block.
 

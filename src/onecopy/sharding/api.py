@@ -87,8 +87,15 @@ def shard(
     device = next(model.parameters()).device
     ledger = Ledger()
     ranks = make_mesh(mesh, shards=kind.shards_optimizer, ledger=ledger, staging=Staging())
-    settings = [f"stage={stage}", f"precision={dtypes}", f"accumulate={accumulate}", f"prefetch={prefetch}"]
-    check_agreement([*settings, *_describe(scopes)], ranks)
+    settings = {
+        "stage": stage,
+        "precision": dtypes,
+        "accumulate": accumulate,
+        "prefetch": prefetch,
+        "broadcast_buffers": broadcast_buffers,
+    }
+    lines = [f"{name}={value}" for name, value in settings.items()]
+    check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
 
     modules = dict(model.named_modules())
     made = [
@@ -177,7 +184,11 @@ def _replacements(scopes: dict[str, list[Found]], units: Sequence[Unit]) -> dict
     return {item.parameter: sliced[item.name] for found in scopes.values() for item in found}
 
 
-def _describe(scopes: dict[str, list[Found]]) -> list[str]:
+def _describe_buffers(model: nn.Module) -> list[str]:
+    return [f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()]
+
+
+def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
     return [
         f"unit {name or '(root)'!r} parameter {item.name!r} of shape {tuple(item.parameter.shape)}, "
         f"{item.parameter.dtype}, requires_grad={item.parameter.requires_grad}"

@@ -246,7 +246,11 @@ class Engine:
 
     def _all_arrived(self, unit: Unit) -> None:
         """The last gradient of one of the unit's buckets is there. Without inputs to watch, that is the end."""
-        if self._unrecorded == 0 and unit.all_arrived and not any(visit.marked and not visit.ended for visit in unit.visits):
+        if (
+            self._unrecorded == 0
+            and unit.all_arrived
+            and not any(visit.marked and not visit.ended for visit in unit.visits)
+        ):
             for visit in unit.visits:
                 self._end_visit(unit, visit)
             self._reducer.finished(unit, self._visited)

@@ -71,6 +71,8 @@ class Gradients:
     def __init__(self, bucket: Bucket) -> None:
         self.on_arrival: Callable[[], None] | None = None
         self._bucket = bucket
+        # One rank sends nothing, and need not round to what it would send in.
+        self._wire = bucket.dtypes.reduce if bucket.mesh.size > 1 else bucket.dtypes.accumulate
         self._gradients = [_Gradient(entry) for entry in bucket.entries]
         self._kept: FlatBuffer | None = None
         self._kept_slice: Tensor | None = None
@@ -196,10 +198,10 @@ class Gradients:
         if kept is not None:
             self._add_arrived(kept)
             outgoing = kept
-            if dtypes.accumulate != dtypes.reduce:
-                outgoing = self._bucket.buffer(dtypes.reduce, kept.flat.to(dtypes.reduce))
+            if dtypes.accumulate != self._wire:
+                outgoing = self._bucket.buffer(self._wire, kept.flat.to(self._wire))
         else:
-            outgoing = self._bucket.buffer(dtypes.reduce)
+            outgoing = self._bucket.buffer(self._wire)
             with torch.no_grad():
                 pairs = list(zip(outgoing.views, self._gradients, strict=True))
                 torch._foreach_copy_([v for v, g in pairs if g.arrived], self._arrived_gradients())
@@ -240,7 +242,7 @@ class Gradients:
             del outgoing
             if mesh.copies == 1:
                 return
-            sent = self._reduced.to(bucket.dtypes.reduce)
+            sent = self._reduced.to(self._wire)
         for position, axis in enumerate(mesh.replicate):
             if collective := axis.all_reduce(sent, bucket.unit, bucket.tag + 4 + 2 * position):
                 yield collective
