@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 from onecopy.comm.ledger import Ledger
 from onecopy.errors import CollectiveError, CollectiveTimeout
@@ -110,9 +110,10 @@ class Collective:
             try:
                 posted.work.wait()
             except RuntimeError as error:
-                self._fail(error, self._posted[position:])
+                unfinished, self._posted = self._posted[position:], None
+                self._fail(error, unfinished)
 
-    def _fail(self, error: RuntimeError, unfinished: Sequence[Posted]) -> None:
+    def _fail(self, error: RuntimeError, unfinished: Sequence[Posted]) -> NoReturn:
         """Name the failure. Those after the first were never waited for: have a look whether they are missing too."""
         missing = {unfinished[0].peer}
         for posted in unfinished[1:]:

@@ -127,14 +127,15 @@ def prepare(config: Config, world: World, directory: Path) -> tuple[Batches, lis
 
 
 def _evaluation_batches(validation: NDArray[numpy.integer], config: Config, world: World) -> list[Batch]:
-    """This rank's part of the first batches of the validation text, each as large as a training micro-batch."""
+    """This rank's part of the first batches of the validation text, as large as micro-batches in training."""
     if not config.evaluation.evaluate_every:
         return []
-    size = config.data.batch // config.parallel.accumulate
-    if len(validation) < size:
+    # A short text makes one smaller batch, still of equal parts.
+    size = min(config.data.batch // config.parallel.accumulate, len(validation) // world.size * world.size)
+    if size == 0:
         raise SettingsError(
             f"the validation text makes {len(validation)} sequences of {config.data.sequence_length} tokens, fewer "
-            f"than the {size} of one batch; give more of it, or set evaluation.evaluate_every = 0"
+            f"than the {world.size} ranks; give more of it, or set evaluation.evaluate_every = 0"
         )
     count = min(config.evaluation.evaluate_batches, len(validation) // size)
     steps = Batches(validation, world, batch=size, accumulate=1, seed=None)

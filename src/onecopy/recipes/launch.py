@@ -29,7 +29,7 @@ import torch
 from onecopy.errors import CollectiveError, CollectiveTimeout, MismatchError, SettingsError
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
-from onecopy.recipes.world import join
+from onecopy.recipes.world import connection_broke, join
 
 _LAST_WORDS: Final = 5.0
 """Seconds."""
@@ -98,10 +98,11 @@ def _be_a_rank(config: Config) -> NoReturn:
         message, code = f"error: {error}\n" if is_first else "", Exit.SETTINGS
     except CollectiveTimeout as error:
         message, code = f"rank {rank} gave up: {error}\n", Exit.FAILED
-    except CollectiveError as error:
-        message, code = f"rank {rank} stopped: {error}\n" if is_first else "", Exit.LOST_PEER
-    except Exception:
-        message, code = f"rank {rank} failed:\n{traceback.format_exc()}", Exit.FAILED
+    except Exception as error:
+        if isinstance(error, CollectiveError) or connection_broke(error):
+            message, code = f"rank {rank} stopped: {error}\n" if is_first else "", Exit.LOST_PEER
+        else:
+            message, code = f"rank {rank} failed:\n{traceback.format_exc()}", Exit.FAILED
     sys.stdout.flush()
     sys.stderr.write(message)
     sys.stderr.flush()

@@ -73,7 +73,14 @@ def _named(what: str) -> Iterator[None]:
             raise CollectiveTimeout(
                 f"{what}: another rank did not answer in time. If it had more to do, raise parallel.timeout."
             ) from error
-        raise CollectiveError(f"{what}: the connection to another rank broke; its own output says why.") from error
+        if connection_broke(error):
+            raise CollectiveError(f"{what}: the connection to another rank broke; its own output says why.") from error
+        raise
+
+
+def connection_broke(error: Exception) -> bool:
+    """Whether an error means that another rank has ended, rather than that something is wrong here."""
+    return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
 
 
 @contextmanager

@@ -85,6 +85,7 @@ def shard(
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
     device = next(model.parameters()).device
+    _check_not_hooked(scopes)
     ledger = Ledger()
     ranks = make_mesh(mesh, shards=kind.shards_optimizer, ledger=ledger, staging=Staging())
     settings = {
@@ -200,6 +201,16 @@ def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
 def _check_count(name: str, value: int, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise SettingsError(f"{name} must be a whole number of at least {at_least}; found {value!r}")
+
+
+def _check_not_hooked(scopes: dict[str, list[Found]]) -> None:
+    for found in scopes.values():
+        for item in found:
+            if item.parameter._backward_hooks or item.parameter._post_accumulate_grad_hooks:
+                raise SettingsError(
+                    f"parameter {item.name!r} has gradient hooks, which would not run on a sharded parameter: remove "
+                    f"them and read p.grad after backward instead."
+                )
 
 
 def _check_not_sharded(model: nn.Module) -> None:

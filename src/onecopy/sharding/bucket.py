@@ -96,6 +96,7 @@ class Bucket:
             self._whole.free()
         self._fresh = self._aliased
         self._gathering: Collective | None = None
+        self._version = self._whole.views[0]._version
         self.entries = [self._entry(position, item) for position, item in enumerate(found)]
 
     def _entry(self, position: int, found: Found) -> Entry:
@@ -132,7 +133,17 @@ class Bucket:
         return flat_slice[segment.slice_start : segment.slice_start + segment.numel]
 
     def show_sliced(self) -> None:
-        """Let modules hold the sliced parameters."""
+        """Let modules hold the sliced parameters again.
+
+        Raises:
+            UsageError: if whole parameters were written to meanwhile, which would be lost.
+        """
+        if self._whole.views[0]._version != self._version:
+            self._version = self._whole.views[0]._version
+            raise UsageError(
+                f"parameters of unit {self.unit!r} were written to while it computed, which would be lost: edit them "
+                f"outside of forward, inside `with onecopy.gathered(model, write=True):`."
+            )
         for entry in self.entries:
             for module, attribute in entry.places:
                 module._parameters[attribute] = entry.shown
@@ -217,12 +228,17 @@ class Bucket:
         return not self._aliased and memory != 0 and tensor.untyped_storage().data_ptr() == memory
 
     def check(self) -> None:
-        """Raise `UsageError` if a parameter was replaced, or its `requires_grad` flipped, since it was sharded."""
+        """Raise `UsageError` if a parameter was replaced, hooked, or its `requires_grad` flipped since it was sharded."""
         for entry in self.entries:
             if entry.sliced.requires_grad is not self.trainable:
                 raise UsageError(
                     f"requires_grad of {entry.name!r} was {self.trainable} when onecopy.shard was called and is "
                     f"{entry.sliced.requires_grad} now: freeze and unfreeze before sharding."
+                )
+            if entry.sliced._backward_hooks or entry.sliced._post_accumulate_grad_hooks:
+                raise UsageError(
+                    f"parameter {entry.name!r} has gradient hooks, which do not run on sharded parameters: read "
+                    f"p.grad after backward instead."
                 )
             module, attribute = entry.places[0]
             if module._parameters.get(attribute) is not entry.shown:

@@ -142,7 +142,7 @@ class Engine:
         else:
             if self._in_backward:
                 self.recover()
-            if unit.scope is self.model:
+            if unit.scope is self.model and len(unit.passages) == 1:
                 args, kwargs = self._begin_forward(args, kwargs, recorded=visit is not None)
             if visit is None and self._records:
                 unit.unrecorded += 1
@@ -194,7 +194,7 @@ class Engine:
             if self.stage.shards_parameters and not unit.passages and not unit.holds:
                 output = self._keep_returned_parameters(unit, output)
                 unit.release()
-        if unit.scope is self.model and not passage.recomputes:
+        if unit.scope is self.model and not unit.passages and not passage.recomputes:
             self._in_model_forward = self._records = False
             if not failed:
                 self._forward.end()

@@ -88,10 +88,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if isinstance(parameter, SlicedTensor):
                 sharded = True
                 _check_gradient(parameter)
-                _slice_states(optimizer, parameter)
         if sharded and group.get("foreach", False) is None and not group.get("fused"):
             # torch chooses foreach for itself only for plain tensors; one dispatch for each parameter is slow.
             group["foreach"] = True
+    if sharded:
+        _slice_states(optimizer)
     for engine in _engines_of(optimizer):
         engine.before_step()
 
@@ -110,13 +111,17 @@ def _check_gradient(parameter: SlicedTensor) -> None:
         )
 
 
-def _slice_states(optimizer: Optimizer, parameter: SlicedTensor) -> None:
-    """States that were loaded whole, from a run without onecopy, are cut at their first step."""
-    states = optimizer.state.get(parameter)
-    if states:
-        for name, value in states.items():
-            if type(value) is Tensor and value.dim() and value.shape == parameter.shape:
-                states[name] = _sliced_state(value, parameter.slicing)
+def _slice_states(optimizer: Optimizer) -> None:
+    """Cut states that were loaded whole, from a run without onecopy, at their first step."""
+    for parameter, states in optimizer.state.items():
+        if not isinstance(parameter, SlicedTensor):
+            continue
+        whole = [n for n, v in states.items() if type(v) is Tensor and v.dim() and v.shape == parameter.shape]
+        for name in whole:
+            states[name] = _sliced_state(states[name], parameter.slicing)
+        if states and not whole:
+            # States are loaded all at once: where one is sliced, all are.
+            return
 
 
 def _engines_of(optimizer: Optimizer) -> set[Engine]:

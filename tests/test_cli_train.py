@@ -1,0 +1,257 @@
+"""`onecopy train` as a person meets it: a command, its ranks, its errors, and what is left when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onecopy.recipes.config import Config
+from onecopy.recipes.settings import keys
+
+COMMAND = [sys.executable, "-m", "onecopy.cli.main"]
+TINY = ["--layers=1", "--hidden=32", "--heads=2", "--sequence-length=32", "--device=cpu"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without what torchrun sets."""
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in ours} | {"COLUMNS": "120"} | more
+
+
+def onecopy(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, env=environment(**more), check=False
+    )
+
+
+def read_run(directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The records and the summary in a run directory."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return records, json.loads((directory / "summary.json").read_text())
+
+
+# --- without training
+
+
+def test_help_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; sys.argv = ['onecopy', 'train', '--help']\n"
+        "from onecopy.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "sys.exit(str({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
+    assert ended.stderr.strip() == "set()"
+    for key in keys():
+        assert f"--{key.name.replace('_', '-')} " in ended.stdout
+        for word in (key.field.description or "").split():
+            assert word in ended.stdout
+
+
+def test_printed_config_is_the_default() -> None:
+    ended = onecopy("train", "--print-config")
+    assert ended.returncode == 0
+    assert Config.model_validate(tomllib.loads(ended.stdout)) == Config()
+
+
+def test_config_file_and_options_together(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[parallel]\nstage = 1\n[schedule]\nsteps = 7\n")
+    options = [
+        "--stage",
+        "2",
+        "--optimizer.clip_norm=0.5",
+        "--train",
+        "a.txt",
+        "--data.train",
+        "b",
+        "--tensorboard=false",
+    ]
+    ended = onecopy("train", str(tmp_path / "c.toml"), *options, "--print-config")
+    found = tomllib.loads(ended.stdout)
+    assert (found["parallel"]["stage"], found["schedule"]["steps"]) == (2, 7)
+    assert found["optimizer"]["clip_norm"] == 0.5
+    assert found["data"]["train"] == ["a.txt", "b"]
+    assert found["run"]["tensorboard"] is False
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--stgae", "3"], ["--stgae", "--stage"]),
+        (["--model.layer", "3"], ["unknown option '--model.layer'", "did you mean 'model.layers'?"]),
+        (["--stage", "5"], ["error: parallel.stage", "found 5"]),
+    ],
+)
+def test_wrong_options(arguments: list[str], words: list[str]) -> None:
+    ended = onecopy("train", *arguments)
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    for word in words:
+        assert word in ended.stderr
+
+
+# --- training
+
+
+def test_own_ranks_from_a_config_file(tmp_path: Path) -> None:
+    rows = [{"body": f"line {number} of text, {number % 7} and {number % 5}. "} for number in range(600)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "config.toml").write_text(
+        f"""
+        [data]
+        train = ["{tmp_path / "rows.jsonl"}"]
+        text_field = "body"
+        tokenizer = "train"
+        vocabulary = 300
+        [optimizer]
+        learning_rate = 0.01
+        [schedule]
+        steps = 12
+        [parallel]
+        accumulate = 2
+        """
+    )
+    directory = tmp_path / "run"
+    ended = onecopy("train", str(tmp_path / "config.toml"), *TINY, "--directory", str(directory))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    records, summary = read_run(directory)
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.5
+    # Stage 3, N = 2, g = 2, fp32: 3gΨ(N-1)/N elements of 4 bytes.
+    assert summary["bytes_sent_per_step"]["total"]["measured"] == 3 * 2 * summary["padded_parameters"] // 2 * 4
+    assert len(summary["peak_memory"]) == 2
+    assert {path.name.split(".")[0] for path in directory.iterdir()} == {
+        "config",
+        "metrics",
+        "summary",
+        "events",
+        "tokenizer",
+    }
+    resolved = tomllib.loads((directory / "config.toml").read_text())
+    assert resolved["parallel"] | {"ranks": 2, "device": "cpu", "accumulate": 2} == resolved["parallel"]
+    assert resolved["run"]["directory"] == str(directory)
+    for words in ("step 12/12", "validation loss", "tokens/s", "peak memory by rank", "formula in Ψ"):
+        assert words in ended.stdout
+
+    # The same config again: no run overwrites another, and no rank is started to find that out.
+    again = onecopy("train", str(directory / "config.toml"))
+    assert again.returncode == 2
+    assert "must be new or empty" in again.stderr
+    assert read_run(directory)[0] == records
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    directory = tmp_path / "run"
+    job = ["-m", "onecopy.cli.main", "train", *TINY, "--steps=3", "--stage=1", "--accumulate=4"]
+    ended = subprocess.run(
+        [*torchrun, *job, f"--directory={directory}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    summary = read_run(directory)[1]
+    assert (summary["shard"], summary["micro_batches"]) == (2, 4)
+    # Stage 1: 2Ψ(N-1)/N whatever g.
+    assert summary["bytes_sent_per_step"]["total"]["measured"] == 2 * summary["padded_parameters"] // 2 * 4
+    assert ended.stdout.count("peak memory by rank") == 1
+
+
+# --- endings
+
+
+@contextmanager
+def long_run(directory: Path, **more: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A run that would take hours, once it trains: its launcher, and the pids of its ranks."""
+    arguments = ["train", *TINY, "--steps=1000000", "--directory", str(directory)]
+    launcher = subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(**more),
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: (directory / "metrics.jsonl").exists() and len(read_lines(directory)) > 2, launcher)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        yield launcher, list(map(int, children))
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+def read_lines(directory: Path) -> list[str]:
+    return (directory / "metrics.jsonl").read_text().splitlines()
+
+
+def wait_until(condition: Any, launcher: subprocess.Popen[str], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert launcher.poll() is None, launcher.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find the ranks")
+def test_ctrl_c_ends_all_cleanly(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    with long_run(directory) as (launcher, ranks):
+        assert len(ranks) == 2
+        launcher.send_signal(signal.SIGINT)
+        output, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+    assert errors == ""
+    records, summary = read_run(directory)
+    assert summary["interrupted"]
+    assert f"stopped by a signal after step {summary['steps']}" in output
+    # The logs were closed with the last step in them.
+    assert records[-1]["step"] == summary["steps"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find the ranks")
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    with long_run(tmp_path / "run") as (launcher, ranks):
+        launcher.kill()
+        launcher.wait()
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_a_failing_rank_shows_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import onecopy.recipes.data as data\n"
+        "    def load(self, places): raise LookupError('only rank 1 knows this')\n"
+        "    data.Batches._load = load\n"
+    )
+    start = time.monotonic()
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    ended = onecopy("train", *TINY, "--evaluate-every=0", "--directory", str(tmp_path / "run"), PYTHONPATH=path)
+    assert ended.returncode == 1
+    assert time.monotonic() - start < 60
+    assert ended.stderr.startswith("rank 1 failed:\nTraceback")
+    assert "LookupError: only rank 1 knows this" in ended.stderr
+    # Rank 0's loss of its peer is a line, not a second traceback.
+    assert ended.stderr.count("Traceback") == 1
+    assert ended.stderr.count("rank 0 stopped:") <= 1

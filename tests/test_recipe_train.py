@@ -1,0 +1,266 @@
+"""The training job against a naive twin: one process, plain PyTorch, the whole batch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# What every rank would otherwise import for itself.
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from onecopy.recipes.config import Config, Optimizer, Schedule
+from onecopy.recipes.data import Batches
+from onecopy.recipes.model import build_model
+from onecopy.recipes.schedule import build_optimizer, learning_rate_factor
+from onecopy.recipes.settings import load
+from onecopy.recipes.train import train
+from onecopy.recipes.world import World
+from ranks import run_ranks
+
+CPU = torch.device("cpu")
+SMALL = {
+    "model.layers": 2,
+    "model.hidden": 24,
+    "model.heads": 2,
+    "data.tokenizer": "bytes",
+    "data.sequence_length": 16,
+    "data.batch": 12,
+    "schedule.steps": 6,
+    "schedule.warmup": 0.34,
+    "optimizer.learning_rate": 0.01,
+    "evaluation.evaluate_every": 4,
+    "evaluation.evaluate_batches": 2,
+    "run.tensorboard": False,
+    "run.seed": 5,
+    "parallel.device": "cpu",
+}
+
+
+def run(tmp_path: Path, size: int, **overrides: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The records and the summary of a run on ``size`` ranks."""
+    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    directory = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+    config = load(None, {**SMALL, "parallel.ranks": size, "run.directory": str(directory), **names})
+
+    def rank_main(rank: int) -> bool:
+        return train(config, World(rank, rank, size, CPU))
+
+    assert run_ranks(size, rank_main, group=size > 1) == [True] * size
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return records, json.loads((directory / "summary.json").read_text())
+
+
+def losses(records: list[dict[str, Any]], kind: str = "train") -> list[float]:
+    return [record["loss"] for record in records if record["kind"] == kind]
+
+
+def naive_twin(rank: int, text: bytes) -> tuple[list[float], list[float], list[float]]:
+    """Losses, gradient norms and learning rates of six steps, without any part of the job but its data's order."""
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=257, n_positions=16, n_layer=2, n_embd=24, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
+    )
+    rates = [0.005, 0.01, 0.01, *(0.001 + 0.009 * (1 + math.cos(math.pi * k / 3)) / 2 for k in (1, 2, 3))]
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+    tokens = torch.tensor([*text, 256])
+    num_train = len(tokens) - int(len(tokens) * 0.05)
+    rows = tokens[: num_train // 16 * 16].view(-1, 16).numpy()
+    found: tuple[list[float], list[float], list[float]] = ([], [], rates)
+    batches = Batches(rows, World(0, 0, 1, CPU), batch=12, accumulate=1, seed=5)
+    for rate, ((batch,),) in zip(rates, ((step,) for step in batches), strict=False):
+        for group in optimizer.param_groups:
+            group |= {"lr": rate, "betas": (0.9, 0.95)}
+        logits = model(batch["input_ids"]).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+        loss.backward()
+        norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
+        for parameter in model.parameters():
+            parameter.grad *= min(1.0, 1.0 / (norm.item() + 1e-6))
+        optimizer.step()
+        optimizer.zero_grad()
+        found[0].append(loss.item())
+        found[1].append(norm.item())
+    return found
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{number} squared is {number * number}.\n" for number in range(300)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(text: Path) -> tuple[list[float], list[float], list[float]]:
+    twin: tuple[list[float], list[float], list[float]] = run_ranks(1, naive_twin, text.read_bytes(), group=False)[0]
+    return twin
+
+
+@pytest.mark.parametrize("size, stage, accumulate", [(1, 3, 1), (2, 3, 1), (2, 3, 3), (3, 2, 2), (2, 1, 2), (4, 0, 1)])
+def test_job_trains_like_the_naive_twin(
+    text: Path, expected: Any, tmp_path: Path, size: int, stage: int, accumulate: int
+) -> None:
+    records, summary = run(
+        tmp_path, size, parallel__stage=stage, parallel__accumulate=accumulate, data__train=[str(text)]
+    )
+    steps = [record for record in records if record["kind"] == "train"]
+    assert losses(records) == pytest.approx(expected[0], rel=2e-5)
+    assert [step["gradient_norm"] for step in steps] == pytest.approx(expected[1], rel=2e-4)
+    assert [step["learning_rate"] for step in steps] == pytest.approx(expected[2])
+    assert expected[0][-1] < expected[0][0] - 0.5
+    assert [record["step"] for record in records if record["kind"] == "evaluation"] == [4, 6]
+
+    # ZeRO §7, in bytes of fp32: what a rank sends in a step.
+    times_psi = {0: 2, 1: 2, 2: accumulate + 1, 3: 3 * accumulate}[stage]
+    bytes_sent = times_psi * summary["padded_parameters"] * 4 * (size - 1) // size
+    assert summary["bytes_sent_per_step"]["total"] == pytest.approx(
+        {"measured": bytes_sent, "formula": bytes_sent, "elements": times_psi * (size - 1) / size}
+    )
+    parameters = 257 * 24 + 16 * 24 + 2 * (12 * 24 * 24 + 13 * 24) + 2 * 24
+    assert summary["parameters"] == parameters
+    assert parameters <= summary["padded_parameters"] < parameters + 1000
+    assert len(summary["peak_memory"]) == size
+    assert (summary["first_loss"], summary["last_loss"]) == (losses(records)[0], losses(records)[-1])
+    assert summary["validation_loss"] == losses(records, "evaluation")[-1]
+    assert summary["steps"] == 6
+    assert not summary["interrupted"]
+
+
+def test_evaluation_is_the_mean_loss_on_the_validation_text(text: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"data__train": [str(text)], "schedule__steps": 4}
+    (alone,) = losses(run(tmp_path, 1, **settings)[0], "evaluation")
+    (spread,) = losses(run(tmp_path, 3, **settings)[0], "evaluation")
+    assert spread == pytest.approx(alone, rel=2e-5)
+    (tmp_path / "other.txt").write_text("x" * 2000)
+    (other,) = losses(run(tmp_path, 2, **settings, data__validation=[str(tmp_path / "other.txt")])[0], "evaluation")
+    assert other > alone + 0.2
+
+
+def test_hybrid_sharding_and_bf16_send_what_the_formula_says(text: Path, tmp_path: Path) -> None:
+    records, summary = run(
+        tmp_path,
+        4,
+        data__train=[str(text)],
+        parallel__replicate=2,
+        parallel__precision="bf16",
+        schedule__steps=3,
+        evaluation__evaluate_every=2,
+    )
+    psi = summary["padded_parameters"]
+    sent = {op: row["measured"] for op, row in summary["bytes_sent_per_step"].items()}
+    # Slices of half the model; bf16 on the wire; each slice is all-reduced over its two copies.
+    assert sent == {
+        "all_gather": 2 * psi // 2 * 2,
+        "reduce_scatter": psi // 2 * 2,
+        "all_reduce": 2 * (psi // 2) // 2 * 2,
+        "total": (psi + psi // 2 + psi // 2) * 2,
+    }
+    assert losses(records)[-1] < losses(records)[0]
+    # The step after an evaluation also sent what that gathered, once for its one batch.
+    sizes = [record["bytes_sent"] for record in records if record["kind"] == "train"]
+    assert sizes[0] == sizes[1] == sent["total"]
+    assert sizes[2] == sent["total"] + psi // 2 * 2
+
+
+def test_a_model_directory_is_loaded_with_its_weights_and_tokenizer(text: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "llama"
+
+    def make(rank: int) -> float:
+        from onecopy.recipes.tokenizer import train_tokenizer
+
+        tokenizer = train_tokenizer([text.read_text()], 300, directory)
+        torch.manual_seed(11)
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=304,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=32,
+            )
+        ).to(torch.bfloat16)
+        model.save_pretrained(directory)
+        # The first step's batch holds every sequence of the text.
+        stream = [*tokenizer.encode([text.read_text()])[0], tokenizer.separator]
+        rows = torch.tensor(stream[: len(stream) // 16 * 16]).view(-1, 16)
+        with torch.no_grad():
+            return len(rows), model.float()(rows, labels=rows).loss.item()
+
+    num_rows, loss = run_ranks(1, make, group=False)[0]
+    num_rows -= num_rows % 2
+    records, summary = run(
+        tmp_path,
+        2,
+        model__path=str(directory),
+        model__layers=4,
+        data__tokenizer=str(directory),
+        data__train=[str(text)],
+        data__validation_fraction=0,
+        data__batch=num_rows,
+        evaluation__evaluate_every=0,
+        schedule__steps=1,
+    )
+    # One sequence may be missing from an odd number of them.
+    assert losses(records) == pytest.approx([loss], rel=2e-4)
+    assert summary["validation_loss"] is None
+    assert summary["parameters"] == 304 * 32 * 2 + 2 * (32 * (32 + 16 + 16 + 32 + 3 * 48) + 2 * 32) + 32
+
+
+def test_model_from_a_config_file_and_one_with_too_few_tokens(tmp_path: Path) -> None:
+    LlamaConfig(
+        vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, dtype="bfloat16"
+    ).save_pretrained(tmp_path)
+
+    def build(rank: int) -> None:
+        config = load(None, {"model.path": str(tmp_path / "config.json")})
+        model = build_model(config, 64)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert type(model).__name__ == "LlamaForCausalLM"
+        with pytest.raises(ValueError, match="knows 64 tokens but the data's tokenizer has 257"):
+            build_model(config, 257)
+
+    run_ranks(1, build, group=False)
+
+
+# --- optimizer and schedule
+
+
+def test_learning_rate_at_its_corners() -> None:
+    cosine = Schedule(steps=101, warmup=0.1, decay="cosine", final_fraction=0.2)
+    assert [learning_rate_factor(step, cosine) for step in (0, 4, 9, 10, 100)] == pytest.approx([0.1, 0.5, 1, 1, 0.2])
+    assert learning_rate_factor(55, cosine) == pytest.approx(0.6)
+    linear = Schedule(steps=11, warmup=0, decay="linear", final_fraction=0)
+    assert [learning_rate_factor(step, linear) for step in (0, 5, 10)] == pytest.approx([1, 0.5, 0])
+    assert learning_rate_factor(99, Schedule(steps=100, decay="constant")) == 1
+
+
+@pytest.mark.parametrize(
+    "name, fused, foreach", [("fused", True, False), ("foreach", False, True), ("for-loop", False, False)]
+)
+def test_optimizer_runs_the_implementation_asked_for(name: Any, fused: bool, foreach: bool) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = build_optimizer(model, Optimizer(implementation=name, weight_decay=0.3))
+    assert [(g["fused"], g["foreach"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (fused, foreach, 0.3),
+        (fused, foreach, 0.0),
+    ]
+    assert optimizer.param_groups[1]["params"] == [model.bias]
+
+
+def test_defaults_of_the_twin_are_those_of_the_config() -> None:
+    """What the naive twin takes for granted."""
+    config = Config()
+    assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps) == (0.9, 0.95, 1e-8)
+    assert (config.optimizer.clip_norm, config.optimizer.weight_decay) == (1.0, 0.1)
+    assert (config.schedule.final_fraction, config.data.validation_fraction) == (0.1, 0.05)
