@@ -1,8 +1,9 @@
 """onecopy: ZeRO for PyTorch. One copy of every model state across the ranks that train it."""
 
 from onecopy.comm.ledger import Entry, Ledger, Traffic
-from onecopy.sharding.api import ledger, padded_numel, shard
+from onecopy.sharding.api import ledger, meter, padded_numel, shard
 from onecopy.sharding.precision import Precision
+from onecopy.sharding.profile import Profile, profile
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.whole import gathered, materialize
 from onecopy.stage import Stage
@@ -13,12 +14,15 @@ __all__ = [
     "Entry",
     "Ledger",
     "Precision",
+    "Profile",
     "SlicedTensor",
     "Stage",
     "Traffic",
     "gathered",
     "ledger",
     "materialize",
+    "meter",
     "padded_numel",
+    "profile",
     "shard",
 ]

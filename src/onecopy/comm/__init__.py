@@ -1,1 +1,1 @@
-"""Every byte that leaves the process: mesh axes, collectives, and the ledger that records them."""
+"""Every byte that leaves the process: mesh axes, collectives, and the ledger and timeline that record them."""

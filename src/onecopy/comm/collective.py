@@ -80,6 +80,15 @@ class Collective:
         if self._posted is not None:
             start = perf_counter()
             self._wait()
+            if (timeline := self._ledger.timeline) is not None:
+                timeline.add(
+                    f"wait for {self._label.op} {self._label.unit}",
+                    "wait",
+                    self._ledger.phase,
+                    self._label.unit,
+                    start,
+                    perf_counter(),
+                )
             self._step(start)
         return self.done
 
@@ -103,6 +112,8 @@ class Collective:
                 seconds=now - self._issued,
                 exposed=self._exposed,
             )
+            if (timeline := self._ledger.timeline) is not None:
+                timeline.add_collective(self._label.op, self._phase, self._label.unit, self._issued, now, self._sent)
 
     def _wait(self) -> None:
         assert self._posted is not None

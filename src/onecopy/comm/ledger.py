@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from onecopy.comm.timeline import Timeline
+
 Phase = Literal["setup", "forward", "backward", "step"]
 
 STATE_OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce")
@@ -107,6 +109,7 @@ class Ledger:
         current: traffic since the last optimizer step.
         last_step: traffic of the last whole step, None before the first.
         total: traffic since `onecopy.shard`, set-up included.
+        timeline: single events too, while a profile is taken.
     """
 
     def __init__(self) -> None:
@@ -114,6 +117,7 @@ class Ledger:
         self.current = Traffic()
         self.last_step: Traffic | None = None
         self.total = Traffic()
+        self.timeline: Timeline | None = None
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

@@ -6,7 +6,7 @@ allocates none. The bound is an upper one: a small model gets small buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -22,10 +22,12 @@ class Staging:
 
     Args:
         limit: most bytes of one buffer, shared by all rows of a loan.
+        on_change: told how many bytes were allocated (positive) or let go.
     """
 
-    def __init__(self, limit: int = DEFAULT_STAGING_BYTES) -> None:
+    def __init__(self, limit: int = DEFAULT_STAGING_BYTES, on_change: Callable[[int], None] | None = None) -> None:
         self._limit = limit
+        self._on_change = on_change
         self._idle: list[Tensor] = []
 
     @contextmanager
@@ -44,6 +46,9 @@ class Staging:
             if buffer.numel() >= needed and buffer.device == device:
                 return self._idle.pop(position)
         # Too small ones would never be lent again once the largest unit has been seen.
+        small = [buffer for buffer in self._idle if buffer.device == device]
         self._idle = [buffer for buffer in self._idle if buffer.device != device]
+        if self._on_change is not None:
+            self._on_change(needed - sum(buffer.nbytes for buffer in small))
         with torch.inference_mode(False):
             return torch.empty(needed, dtype=torch.uint8, device=device)

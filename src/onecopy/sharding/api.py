@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import onecopy.sharding.operations  # noqa: F401  (fills SlicedTensor's table of
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Mesh, make_mesh
 from onecopy.errors import SettingsError, UsageError
+from onecopy.memory.meter import Meter
 from onecopy.memory.staging import Staging
 from onecopy.sharding.agreement import check_agreement
 from onecopy.sharding.bucket import Bucket, Found
@@ -87,7 +89,13 @@ def shard(
     device = next(model.parameters()).device
     _check_not_hooked(scopes)
     ledger = Ledger()
-    ranks = make_mesh(mesh, shards=kind.shards_optimizer, ledger=ledger, staging=Staging())
+    meter = Meter(ledger)
+    ranks = make_mesh(
+        mesh,
+        shards=kind.shards_optimizer,
+        ledger=ledger,
+        staging=Staging(on_change=partial(meter.add, "communication")),
+    )
     settings = {
         "stage": stage,
         "precision": dtypes,
@@ -100,7 +108,7 @@ def shard(
 
     modules = dict(model.named_modules())
     made = [
-        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks))
+        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter))
         for name, found in scopes.items()
     ]
     engine = Engine(
@@ -109,6 +117,7 @@ def shard(
         stage=kind,
         mesh=ranks,
         ledger=ledger,
+        meter=meter,
         inputs=dtypes.compute,
         accumulate=accumulate,
         prefetch=prefetch,
@@ -138,6 +147,15 @@ def ledger(model: nn.Module) -> Ledger:
     return engine_of(model).ledger
 
 
+def meter(model: nn.Module) -> Meter:
+    """The meter of a sharded model: bytes that it holds on this rank, by category.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    return engine_of(model).meter
+
+
 def padded_numel(model: nn.Module) -> int:
     """Elements that one gather of the whole model moves: its parameters and the padding between them."""
     return sum(bucket.layout.padded_numel for unit in engine_of(model).units for bucket in unit.buckets)
@@ -155,7 +173,7 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def _make_buckets(unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh) -> list[Bucket]:
+def _make_buckets(unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh, meter: Meter) -> list[Bucket]:
     groups: dict[tuple[Dtypes, bool, torch.device], list[Found]] = {}
     for item in found:
         trainable = item.parameter.requires_grad
@@ -164,7 +182,7 @@ def _make_buckets(unit: str, found: Sequence[Found], precision: Precision, mesh:
     buckets = []
     for (dtypes, trainable, device), items in groups.items():
         number = next(_bucket_numbers)
-        bucket = Bucket(items, dtypes, trainable=trainable, mesh=mesh, index=number, unit=unit)
+        bucket = Bucket(items, dtypes, trainable=trainable, mesh=mesh, meter=meter, index=number, unit=unit)
         if device.type != "meta":
             bucket.load(item.parameter for item in items)
         bucket.show_sliced()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from onecopy.comm.collective import Collective
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
+from onecopy.memory.meter import Meter
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.layout import ALIGNMENT, Layout
 from onecopy.sharding.precision import Dtypes
@@ -63,6 +64,7 @@ class Bucket:
     Args:
         found: its parameters, all on one device and of the same ``dtypes``.
         trainable: their `requires_grad`.
+        meter: where its bytes are counted.
         index: number of the bucket in the model, the same on every rank; it names the bucket's messages.
         unit: name of its unit, for the ledger.
 
@@ -71,11 +73,20 @@ class Bucket:
     """
 
     def __init__(
-        self, found: Sequence[Found], dtypes: Dtypes, *, trainable: bool, mesh: Mesh, index: int, unit: str
+        self,
+        found: Sequence[Found],
+        dtypes: Dtypes,
+        *,
+        trainable: bool,
+        mesh: Mesh,
+        meter: Meter,
+        index: int,
+        unit: str,
     ) -> None:
         self.dtypes = dtypes
         self.trainable = trainable
         self.mesh = mesh
+        self.meter = meter
         self.unit = unit
         self.tag = 16 * index
         self.changes = 0
@@ -94,6 +105,8 @@ class Bucket:
         self._whole = self.buffer(self.dtypes.compute, self.master if self._aliased else None)
         if not self._aliased:
             self._whole.free()
+        if device.type != "meta":
+            self.meter.add("parameters_sliced", self.master.nbytes)
         self._fresh = self._aliased
         self._gathering: Collective | None = None
         self._version = self._whole.views[0]._version
@@ -202,7 +215,8 @@ class Bucket:
         """Begin to make the parameters whole, unless they are or it has begun. Sends (N-1)/N of the bucket."""
         if self._fresh or self._gathering is not None:
             return
-        self._whole.allocate()
+        if self._whole.allocate():
+            self.meter.add("parameters_gathered", self._whole.nbytes)
         with torch.no_grad():
             self._own_part(self._whole.flat).copy_(self.master)
         self._gathering = self.mesh.shard.all_gather(self._whole.flat, self.unit, self.tag + backward)
@@ -219,7 +233,8 @@ class Bucket:
         """Give the memory of the whole parameters back."""
         self.finish_gather()
         if not self._aliased:
-            self._whole.free()
+            if self._whole.free():
+                self.meter.add("parameters_gathered", -self._whole.nbytes)
             self._fresh = False
 
     def shares_memory(self, tensor: Tensor) -> bool:
@@ -228,7 +243,7 @@ class Bucket:
         return not self._aliased and memory != 0 and tensor.untyped_storage().data_ptr() == memory
 
     def check(self) -> None:
-        """Raise `UsageError` if a parameter was replaced, hooked, or its `requires_grad` flipped since it was sharded."""
+        """Raise `UsageError` if a parameter was replaced, hooked, frozen or unfrozen since it was sharded."""
         for entry in self.entries:
             if entry.sliced.requires_grad is not self.trainable:
                 raise UsageError(

@@ -10,9 +10,11 @@ reduced in every micro-batch if it shards them, else in the last one of a step.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
+from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
 from onecopy.sharding.buffers import broadcast_buffers
 from onecopy.sharding.order import GatherOrder, agree_order
@@ -39,6 +42,7 @@ class Engine:
         stage: what is sharded.
         mesh: the ranks.
         ledger: where collectives are booked.
+        meter: where bytes are counted.
         inputs: dtype to which floating-point inputs of the model are cast, None to leave them.
         accumulate: micro-batches in a step.
         prefetch: units to gather ahead.
@@ -56,6 +60,7 @@ class Engine:
         stage: Stage,
         mesh: Mesh,
         ledger: Ledger,
+        meter: Meter,
         inputs: torch.dtype | None,
         accumulate: int,
         prefetch: int,
@@ -66,12 +71,15 @@ class Engine:
         self.stage = stage
         self.mesh = mesh
         self.ledger = ledger
+        self.meter = meter
         self.gathered = 0
         self._inputs = inputs
         self._accumulate = accumulate
         self._syncs_buffers = syncs_buffers
         self._no_sync = 0
         self._micro_batches = 0
+        self._step_began = 0.0
+        self._state_bytes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._in_model_forward = False
         self._records = False
         self._unrecorded = 0
@@ -151,8 +159,13 @@ class Engine:
             self._gather_for_forward(unit)
         unit.show_whole()
         if visit is not None:
+            visit.time = perf_counter()
             args, kwargs, visit.marked = mark_inputs(partial(self._after_backward, unit, visit), args, kwargs)
         return args, kwargs
+
+    def _count_gradients(self) -> None:
+        """Slices in `p.grad` come and go by the user's hand, so they are looked at and not followed."""
+        self.meter.set("gradients_sliced", sum(g.sliced_bytes for unit in self.units for g in unit.gradients))
 
     def _begin_forward(self, args: Any, kwargs: Any, *, recorded: bool) -> tuple[Any, Any]:
         for unit in self.units:
@@ -160,6 +173,7 @@ class Engine:
                 bucket.check()
         self._in_model_forward = True
         self._records = recorded
+        self._count_gradients()
         self._forward.begin()
         if self._syncs_buffers and self.model.training:
             broadcast_buffers(self.model, self.mesh)
@@ -190,6 +204,7 @@ class Engine:
         failed = output is None
         if not passage.recomputes:
             if passage.visit is not None and not failed:
+                self._record(unit, passage.visit, "forward")
                 self._watch(unit, passage.visit, output)
             if self.stage.shards_parameters and not unit.passages and not unit.holds:
                 output = self._keep_returned_parameters(unit, output)
@@ -237,6 +252,7 @@ class Engine:
         self._enter_backward()
         if unit.buckets:
             self._backward.visit(unit)
+        visit.time = perf_counter()
 
     def _after_backward(self, unit: Unit, visit: Visit) -> None:
         """The gradients of the unit's inputs are there, and so all of its backward has run."""
@@ -252,11 +268,17 @@ class Engine:
             and not any(visit.marked and not visit.ended for visit in unit.visits)
         ):
             for visit in unit.visits:
-                self._end_visit(unit, visit)
+                if visit.began and not visit.ended:
+                    self._end_visit(unit, visit)
             self._reducer.finished(unit, self._visited)
+
+    def _record(self, unit: Unit, visit: Visit, phase: str) -> None:
+        if (timeline := self.ledger.timeline) is not None:
+            timeline.add(f"{phase} {unit.name or '(root)'}", "compute", phase, unit.name, visit.time, perf_counter())
 
     def _end_visit(self, unit: Unit, visit: Visit) -> None:
         visit.ended = True
+        self._record(unit, visit, "backward")
         if self.stage.shards_parameters and not unit.holds:
             unit.release()
 
@@ -318,10 +340,16 @@ class Engine:
             self.recover()
         self._reducer.settle()
         self.ledger.phase = "step"
+        self._count_gradients()
+        self._step_began = perf_counter()
 
-    def step_done(self) -> None:
-        """The optimizer has stepped: the next micro-batch is the first one of a step."""
+    def step_done(self, optimizer: object, state_bytes: int) -> None:
+        """``optimizer``, which holds ``state_bytes`` of states, has stepped: a micro-batch is a step's first again."""
         self._micro_batches = 0
+        self._state_bytes[optimizer] = state_bytes
+        self.meter.set("optimizer", sum(self._state_bytes.values()))
+        if (timeline := self.ledger.timeline) is not None:
+            timeline.add("optimizer step", "compute", "step", "", self._step_began, perf_counter())
         self.ledger.close_step()
 
     def recover(self) -> None:

@@ -26,6 +26,7 @@ class FlatBuffer:
 
     Attributes:
         flat: ``memory``.
+        nbytes: bytes of it when allocated.
         views: one view per parameter, of its shape and strides. They share a version counter of their own, which
             filling ``flat`` does not move: autograd would otherwise refuse the views that it saved.
     """
@@ -39,17 +40,21 @@ class FlatBuffer:
             window.as_strided(shape, stride, offset)
             for shape, stride, offset in zip(shapes, strides, layout.offsets, strict=True)
         ]
-        self._nbytes = memory.nbytes
+        self.nbytes = memory.nbytes
         self._allocated = True
 
-    def allocate(self) -> None:
-        """Get memory again after `free`; its content is undefined."""
-        if not self._allocated:
-            self.flat.untyped_storage().resize_(self._nbytes)
-            self._allocated = True
-
-    def free(self) -> None:
-        """Give the memory back, whoever looks at it."""
+    def allocate(self) -> bool:
+        """Get memory again after `free`; its content is undefined. Returns whether there was none."""
         if self._allocated:
-            self.flat.untyped_storage().resize_(0)
-            self._allocated = False
+            return False
+        self.flat.untyped_storage().resize_(self.nbytes)
+        self._allocated = True
+        return True
+
+    def free(self) -> bool:
+        """Give the memory back, whoever looks at it. Returns whether there was any."""
+        if not self._allocated:
+            return False
+        self.flat.untyped_storage().resize_(0)
+        self._allocated = False
+        return True

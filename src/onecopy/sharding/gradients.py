@@ -81,6 +81,7 @@ class Gradients:
         self._underway: Collective | None = None
         self._left = False
         self._missing = len(self._gradients)
+        self._arrived_bytes = 0
         for gradient in self._gradients:
             gradient.whole.register_post_accumulate_grad_hook(self._arrive(gradient))
 
@@ -99,10 +100,21 @@ class Gradients:
             if not gradient.arrived:
                 gradient.arrived = True
                 self._missing -= 1
+                self._count_arrived(whole.grad.nbytes)
             if self._missing == 0 and self.on_arrival is not None:
                 self.on_arrival()
 
         return arrive
+
+    def _count_arrived(self, nbytes: int) -> None:
+        self._arrived_bytes += nbytes
+        self._bucket.meter.add("gradients_whole", nbytes)
+
+    @property
+    def sliced_bytes(self) -> int:
+        """Bytes of this rank's slices in `p.grad`."""
+        found = [g.sliced.grad for g in self._gradients if not g.is_pending]
+        return sum(gradient.local.nbytes for gradient in found if isinstance(gradient, SlicedTensor))
 
     @property
     def device(self) -> torch.device:
@@ -128,6 +140,7 @@ class Gradients:
             return
         if self._kept is None:
             self._kept = self._bucket.buffer(self._bucket.dtypes.accumulate)
+            self._bucket.meter.add("gradients_whole", self._kept.nbytes)
         self._add_arrived(self._kept)
         for gradient in self._gradients:
             if gradient.arrived:
@@ -185,6 +198,8 @@ class Gradients:
     def drop(self) -> None:
         """Forget what is between autograd and `p.grad`, to go on after a backward that failed."""
         self.finish_reduce()
+        if self._kept is not None:
+            self._bucket.meter.add("gradients_whole", -self._kept.nbytes)
         self._kept = self._kept_slice = self._reduced = None
         self._left = False
         self._forget_arrived()
@@ -200,8 +215,10 @@ class Gradients:
             outgoing = kept
             if dtypes.accumulate != self._wire:
                 outgoing = self._bucket.buffer(self._wire, kept.flat.to(self._wire))
+                self._bucket.meter.add("gradients_whole", outgoing.nbytes - kept.nbytes)
         else:
             outgoing = self._bucket.buffer(self._wire)
+            self._bucket.meter.add("gradients_whole", outgoing.nbytes)
             with torch.no_grad():
                 pairs = list(zip(outgoing.views, self._gradients, strict=True))
                 torch._foreach_copy_([v for v, g in pairs if g.arrived], self._arrived_gradients())
@@ -226,6 +243,8 @@ class Gradients:
 
     def _forget_arrived(self) -> None:
         self._missing = len(self._gradients)
+        self._bucket.meter.add("gradients_whole", -self._arrived_bytes)
+        self._arrived_bytes = 0
         for gradient in self._gradients:
             gradient.arrived = False
             gradient.whole.grad = None
@@ -233,6 +252,7 @@ class Gradients:
     def _reduce(self, outgoing: FlatBuffer) -> Iterator[Collective]:
         """Reduce-scatter over shard, then all-reduce over every replicate axis."""
         bucket, mesh = self._bucket, self._bucket.mesh
+        nbytes = outgoing.nbytes
         if mesh.shard.size == 1:
             sent = outgoing.flat
         else:
@@ -240,6 +260,8 @@ class Gradients:
             if collective := mesh.shard.reduce_scatter(outgoing.flat, self._reduced, bucket.unit, bucket.tag + 3):
                 yield collective
             del outgoing
+            bucket.meter.add("gradients_whole", -nbytes)
+            bucket.meter.add("gradients_sliced", self._reduced.nbytes)
             if mesh.copies == 1:
                 return
             sent = self._reduced.to(self._wire)
@@ -247,3 +269,6 @@ class Gradients:
             if collective := axis.all_reduce(sent, bucket.unit, bucket.tag + 4 + 2 * position):
                 yield collective
         self._reduced = sent.to(bucket.dtypes.accumulate)
+        if mesh.shard.size == 1:
+            bucket.meter.add("gradients_whole", -nbytes)
+            bucket.meter.add("gradients_sliced", self._reduced.nbytes)

@@ -99,7 +99,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for engine in _engines_of(optimizer):
-        engine.step_done()
+        engine.step_done(optimizer, _state_bytes(optimizer))
 
 
 def _check_gradient(parameter: SlicedTensor) -> None:
@@ -122,6 +122,16 @@ def _slice_states(optimizer: Optimizer) -> None:
         if states and not whole:
             # States are loaded all at once: where one is sliced, all are.
             return
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the optimizer's states on this rank."""
+    return sum(
+        value.local.nbytes if isinstance(value, SlicedTensor) else value.nbytes
+        for states in optimizer.state.values()
+        for value in states.values()
+        if isinstance(value, Tensor)
+    )
 
 
 def _engines_of(optimizer: Optimizer) -> set[Engine]:

@@ -21,12 +21,14 @@ class Visit:
         marked: the forward had inputs that require a gradient, so that the end of its backward can be seen.
         began: its backward has begun.
         ended: its backward has run through the whole unit.
+        time: `perf_counter()` when its forward, and then its backward, began; for a profile.
     """
 
-    __slots__ = ("__weakref__", "began", "changes", "ended", "marked")
+    __slots__ = ("__weakref__", "began", "changes", "ended", "marked", "time")
 
     def __init__(self, changes: int) -> None:
         self.changes = changes
+        self.time = 0.0
         self.marked = False
         self.began = False
         self.ended = False

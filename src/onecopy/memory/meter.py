@@ -1,0 +1,104 @@
+"""The meter: live bytes by category, counted where the engine allocates and frees, with the peak of each phase.
+
+It counts tensors' bytes, which is what formulas speak of; what the process holds beyond that (the allocator's free
+lists, Python, libraries) is the difference to the resident set or to the CUDA allocator, and is shown beside it.
+Activations are counted only inside `onecopy.profile`, for that needs a look at every tensor that autograd saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from onecopy.comm.ledger import Ledger, Phase
+
+CATEGORIES: Final = (
+    "parameters_sliced",
+    "parameters_gathered",
+    "gradients_whole",
+    "gradients_sliced",
+    "optimizer",
+    "activations",
+    "communication",
+)
+
+
+class Meter:
+    """Bytes that one sharded model holds on this rank.
+
+    Attributes:
+        live: bytes by category, now.
+        peaks: for each phase the categories at the moment when their sum was largest.
+        listener: called after every change while a profile runs.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        self.peaks: dict[Phase, dict[str, int]] = {}
+        self.listener: Callable[[], None] | None = None
+        self._ledger = ledger
+        self._total = 0
+        self._highest: dict[Phase, int] = {}
+
+    def add(self, category: str, nbytes: int) -> None:
+        """Count ``nbytes`` more (or, if negative, less) in ``category``."""
+        self.live[category] += nbytes
+        self._total += nbytes
+        if nbytes > 0 and self._total > self._highest.get(self._ledger.phase, -1):
+            self._highest[self._ledger.phase] = self._total
+            self.peaks[self._ledger.phase] = dict(self.live)
+        if self.listener is not None:
+            self.listener()
+
+    def set(self, category: str, nbytes: int) -> None:
+        """Say how much ``category`` holds now."""
+        self.add(category, nbytes - self.live[category])
+
+    @property
+    def total(self) -> int:
+        """Live bytes of all categories."""
+        return self._total
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """The categories at the moment of the highest sum since the last `reset_peaks`."""
+        return max(self.peaks.values(), key=lambda peak: sum(peak.values()), default=dict(self.live))
+
+    def reset_peaks(self) -> None:
+        """Start the peaks anew from what is live."""
+        self.peaks = {}
+        self._highest = {}
+
+    def table(self) -> str:
+        """Live bytes and each phase's peak, as lines of text, beside what the process holds."""
+        columns: dict[str, Mapping[str, int]] = {"now": self.live}
+        columns.update(self.peaks.items())
+        rows = [f"{'bytes':<22}" + "".join(f"{name:>16}" for name in columns)]
+        rows += [f"{c:<22}" + "".join(f"{column[c]:>16,}" for column in columns.values()) for c in CATEGORIES]
+        rows.append(f"{'sum':<22}" + "".join(f"{sum(column.values()):>16,}" for column in columns.values()))
+        rows += [f"{name:<22}{value:>16,}" for name, value in process_memory().items()]
+        return "\n".join(rows)
+
+
+def process_memory() -> dict[str, int]:
+    """Bytes that the process holds as the system sees it, for what is known here.
+
+    Returns:
+        ``resident`` and ``cgroup_limit`` on Linux; ``allocated`` and ``reserved`` of the CUDA allocator.
+    """
+    found: dict[str, int] = {}
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        found["resident"] = int(statm.read_text().split()[1]) * 4096
+    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if limit.exists() and (text := limit.read_text().strip()).isdigit() and int(text) < 2**60:
+            found["cgroup_limit"] = int(text)
+            break
+    if torch.cuda.is_available():
+        statistics = torch.cuda.memory_stats()
+        found["allocated"] = statistics.get("allocated_bytes.all.current", 0)
+        found["reserved"] = statistics.get("reserved_bytes.all.current", 0)
+    return found
