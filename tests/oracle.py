@@ -21,6 +21,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import onecopy
 
 Batch = tuple[Tensor, ...]
+Mine = Callable[[Batch], Batch]
+Loop = Callable[[nn.Module, Mine], Sequence[float] | None]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -229,4 +231,36 @@ def assert_trains_like_twin(
     assert mean_over_ranks(run.losses) == pytest.approx(expected.losses, rel=rtol, abs=0)
     assert run.norms == pytest.approx(expected.norms, rel=rtol, abs=0)
     assert_same_weights(gathered_weights(model), expected.weights, atol)
+    return model
+
+
+def assert_loop_like_twin(
+    rank: int,
+    num_ranks: int,
+    loop: Loop,
+    build: Callable[[], nn.Module],
+    *,
+    stage: int,
+    rtol: float = 1e-6,
+    atol: float = 1e-6,
+    **settings: Any,
+) -> nn.Module:
+    """Run a training loop of the test's own on the whole-batch twin and on a sharded model.
+
+    Args:
+        loop: called with a model and with the function that cuts this process's rows out of a global batch (the twin's
+            returns all of them). What it returns must be equal as means over ranks.
+        build: makes the model, the same on every call.
+        settings: of `onecopy.shard`.
+
+    Returns:
+        The sharded model.
+    """
+    twin = build()
+    expected = loop(twin, lambda batch: batch)
+    model = onecopy.shard(build(), stage, **settings)
+    found = loop(model, lambda batch: part(batch, rank, num_ranks))
+    if expected is not None and found is not None:
+        assert mean_over_ranks(found) == pytest.approx(list(expected), rel=rtol, abs=0)
+    assert_same_weights(gathered_weights(model), whole_weights(twin), atol)
     return model

@@ -89,8 +89,9 @@ def test_config_file_and_options_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--stgae", "3"], ["--stgae", "--stage"]),
-        (["--model.layer", "3"], ["unknown option '--model.layer'", "did you mean 'model.layers'?"]),
+        (["--stgae", "3"], ["error: unknown option '--stgae'; did you mean '--stage'?"]),
+        (["--model.layer", "3"], ["unknown option '--model.layer'; did you mean '--layers'?"]),
+        (["--data.clip-norm=3"], ["unknown option '--data.clip-norm'; did you mean '--clip-norm'?"]),
         (["--stage", "5"], ["error: parallel.stage", "found 5"]),
     ],
 )

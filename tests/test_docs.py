@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor, nn
 
 import onecopy
+from ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 

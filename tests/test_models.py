@@ -8,6 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import onecopy
 from models import VOCAB, Stack, TinyGPT, seeded, token_batches, vector_batches
 from oracle import (
     OPTIMIZERS,
@@ -19,10 +23,6 @@ from oracle import (
     train_in_rank_order,
 )
 from ranks import everywhere, run_ranks
-from torch import Tensor, nn
-from torch.optim import AdamW
-
-import onecopy
 
 
 class TiedInside(nn.Module):
@@ -218,13 +218,16 @@ def test_mixed_dtypes_in_one_block_train_like_twin(stage: int, num_ranks: int) -
 
 @everywhere
 def test_unused_parameters_keep_no_gradient_and_are_not_decayed(stage: int, num_ranks: int) -> None:
-    """As in one process: AdamW skips what has no gradient, so weight decay must not shrink it. A whole unused block too."""
+    """As in one process: AdamW skips what has no gradient, so its weight decay must not touch it. A whole block too."""
 
-    def build() -> nn.Module:
-        model = seeded(Stack)
+    def make() -> nn.Module:
+        model = Stack()
         model.blocks[1].spare = nn.Parameter(torch.ones(5))
         model.spare_block = nn.Linear(40, 40)
         return model
+
+    def build() -> nn.Module:
+        return seeded(make)
 
     def run(rank: int) -> None:
         decaying = lambda parameters: AdamW(parameters, lr=1e-2, weight_decay=0.5)  # noqa: E731

@@ -11,6 +11,8 @@ from itertools import product
 
 import pytest
 import torch
+
+import onecopy
 from models import TinyGPT, seeded, token_batches
 from oracle import (
     OPTIMIZERS,
@@ -24,8 +26,6 @@ from oracle import (
     whole_weights,
 )
 from ranks import RankError, run_ranks
-
-import onecopy
 
 STAGES = (0, 1, 2, 3)
 RANKS = (1, 2, 3, 4)

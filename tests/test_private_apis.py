@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from ranks import run_ranks
 from torch import Tensor
+
+from ranks import run_ranks
 
 
 def test_disabled_torch_function_impl_for_sliced_tensors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 # What every rank would otherwise import for itself.
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from onecopy.errors import CollectiveTimeout
 from onecopy.recipes.config import Config, Optimizer, Schedule
 from onecopy.recipes.data import Batches
 from onecopy.recipes.model import build_model
@@ -193,7 +195,7 @@ def test_a_model_directory_is_loaded_with_its_weights_and_tokenizer(text: Path, 
         model.save_pretrained(directory)
         # The first step's batch holds every sequence of the text.
         stream = [*tokenizer.encode([text.read_text()])[0], tokenizer.separator]
-        rows = torch.tensor(stream[: len(stream) // 16 * 16]).view(-1, 16)
+        rows = torch.tensor(list(map(int, stream[: len(stream) // 16 * 16]))).view(-1, 16)
         with torch.no_grad():
             return len(rows), model.float()(rows, labels=rows).loss.item()
 
@@ -231,6 +233,31 @@ def test_model_from_a_config_file_and_one_with_too_few_tokens(tmp_path: Path) ->
             build_model(config, 257)
 
     run_ranks(1, build, group=False)
+
+
+# --- ranks
+
+
+def test_values_pass_between_ranks() -> None:
+    def exchange(rank: int) -> tuple[list[float], list[str]]:
+        world = World(rank, rank, 3, CPU)
+        return world.sum(rank + 0.25, -1), world.gather("abc"[rank])
+
+    assert run_ranks(3, exchange) == [([3.75, -3.0], ["a", "b", "c"])] * 3
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    def wait(rank: int) -> str:
+        if rank == 1:
+            time.sleep(4)
+            return ""
+        try:
+            World(rank, rank, 2, CPU).sum(1.0)
+        except CollectiveTimeout as error:
+            return str(error)
+        return "no error"
+
+    assert "no answer from rank 1" in run_ranks(2, wait, group_timeout=1)[0]
 
 
 # --- optimizer and schedule

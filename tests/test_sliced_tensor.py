@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor, nn
 
 import onecopy
 from onecopy.errors import NeedsWholeError, UsageError
 from onecopy.sharding.sliced import SlicedTensor
+from ranks import run_ranks
 
 
 class Two(nn.Module):

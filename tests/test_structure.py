@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
 from oracle import (
     OPTIMIZERS,
@@ -23,10 +27,6 @@ from oracle import (
     whole_weights,
 )
 from ranks import everywhere, run_ranks
-from torch import Tensor, nn
-from torch.optim import SGD
-
-import onecopy
 
 
 class Branching(nn.Module):

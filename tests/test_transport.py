@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 from torch import Tensor, nn
 
 import onecopy
@@ -17,6 +16,7 @@ from onecopy.comm.collective import Collective, Label, Posted, Program
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.transport import DirectExchange, NativeCalls, Peers, Transport
 from onecopy.memory.staging import Staging
+from ranks import run_ranks
 
 
 def _peers() -> Peers:

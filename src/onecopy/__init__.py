@@ -1,12 +1,21 @@
-"""onecopy: ZeRO for PyTorch. One copy of every model state across the ranks that train it."""
+"""onecopy: ZeRO for PyTorch. One copy of every model state across the ranks that train it.
 
-from onecopy.comm.ledger import Entry, Ledger, Traffic
-from onecopy.sharding.api import ledger, meter, padded_numel, shard
-from onecopy.sharding.precision import Precision
-from onecopy.sharding.profile import Profile, profile
-from onecopy.sharding.sliced import SlicedTensor
-from onecopy.sharding.whole import gathered, materialize
+Names that need torch load at their first use, so that the command line and the planner's formulas never wait for it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from onecopy import errors as errors
 from onecopy.stage import Stage
+
+if TYPE_CHECKING:
+    from onecopy.comm.ledger import Entry, Ledger, Traffic
+    from onecopy.sharding.api import ledger, meter, padded_numel, shard
+    from onecopy.sharding.precision import Precision
+    from onecopy.sharding.profile import Profile, profile
+    from onecopy.sharding.sliced import SlicedTensor
+    from onecopy.sharding.whole import gathered, materialize
 
 __version__ = "0.1.0"
 
@@ -26,3 +35,24 @@ __all__ = [
     "profile",
     "shard",
 ]
+
+_HOMES = {
+    "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
+    "onecopy.sharding.api": ("ledger", "meter", "padded_numel", "shard"),
+    "onecopy.sharding.precision": ("Precision",),
+    "onecopy.sharding.profile": ("Profile", "profile"),
+    "onecopy.sharding.sliced": ("SlicedTensor",),
+    "onecopy.sharding.whole": ("gathered", "materialize"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(home), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

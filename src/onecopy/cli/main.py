@@ -8,11 +8,12 @@ import sys
 
 def main() -> None:
     """Entry point of the `onecopy` command."""
-    # Until there is something to close, Ctrl-C ends the process in the kernel: no traceback, and imports cannot lose it.
+    # While there is nothing to close, Ctrl-C ends the process in the kernel: no traceback, and no import swallows it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         import typer
 
+        from onecopy.cli.report import report
         from onecopy.cli.train import short_names, train
         from onecopy.errors import SettingsError
     except ModuleNotFoundError as error:
@@ -25,12 +26,13 @@ def main() -> None:
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         add_completion=False,
-        # Without options of its own, so that `train` stays a command by name while it is the only one.
-        callback=lambda: None,
     )
     app.command("train")(train)
+    app.command("report")(report)
+    arguments = sys.argv[1:]
     try:
-        arguments = short_names(sys.argv[1:])
+        if arguments[:1] == ["train"]:
+            arguments = short_names(arguments)
     except SettingsError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)

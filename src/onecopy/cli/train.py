@@ -17,19 +17,21 @@ from onecopy.recipes.settings import Key, dump, keys, load, nearest, sections
 
 
 def short_names(arguments: list[str]) -> list[str]:
-    """The arguments with every ``--section.key`` written as the option it means, ``--key``.
+    """The arguments of `train` with every ``--section.key`` written as the option it means, ``--key``.
 
     Raises:
-        SettingsError: if there is no such key.
+        SettingsError: if there is no such option; it names the nearest.
     """
     return [_short_name(argument) if argument.startswith("--") else argument for argument in arguments]
 
 
 def _short_name(argument: str) -> str:
-    written, equals, value = argument[2:].partition("=")
-    section, dot, name = written.replace("-", "_").rpartition(".")
-    if dot and f"{section}.{name}" not in {key.dotted for key in keys()}:
-        raise SettingsError(f"unknown option '--{written}'; {nearest(f'{section}.{name}')}")
+    written, equals, value = argument.partition("=")
+    dotted = written[2:].replace("-", "_")
+    name = dotted.rpartition(".")[2]
+    known = {option for key in keys() for option in (key.name, key.dotted)}
+    if dotted not in known | {"", "help", "print_config"}:
+        raise SettingsError(f"unknown option '{written}'; did you mean '{_flag(nearest(dotted).name)}'?")
     return _flag(name) + equals + value
 
 

@@ -19,6 +19,14 @@ from onecopy.errors import CollectiveError, CollectiveTimeout
 _A_LOOK: Final = timedelta(milliseconds=10)
 
 
+class PeerUnreachable(RuntimeError):
+    """A message could not even be posted: the connection to ``rank`` is broken."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} is unreachable")
+        self.rank = rank
+
+
 class Work(Protocol):
     """What torch.distributed returns for an asynchronous call."""
 
@@ -99,7 +107,11 @@ class Collective:
 
     def _step(self, start: float | None = None) -> None:
         start = perf_counter() if start is None else start
-        self._posted = next(self._program, None)
+        try:
+            self._posted = next(self._program, None)
+        except RuntimeError as error:
+            self._posted = None
+            raise self._failure(error, {error.rank} if isinstance(error, PeerUnreachable) else set()) from error
         now = perf_counter()
         self._exposed += now - start
         if self._posted is None:
@@ -133,17 +145,19 @@ class Collective:
                     posted.work.wait(_A_LOOK)
             except RuntimeError:
                 missing.add(posted.peer)
-        ranks = sorted(peer for peer in missing if peer is not None)
-        who = f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}" if ranks else "its peers"
+        raise self._failure(error, {peer for peer in missing if peer is not None}) from error
+
+    def _failure(self, error: RuntimeError, ranks: set[int]) -> CollectiveError:
+        who = f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, sorted(ranks)))}" if ranks else "its peers"
         subject = f"{self._label.op} of unit {self._label.unit!r}" if self._label.unit else self._label.op
         what = f"{subject} in {self._phase} over the {self._label.axis} axis"
         waited = perf_counter() - self._issued
         if "imed out" in str(error) or "imeout" in str(error):
-            raise CollectiveTimeout(
+            return CollectiveTimeout(
                 f"{what}: no answer from {who} within {waited:.1f} s. Every rank must run the same number of forward "
                 f"and backward passes; look there for an error, or raise the process group's timeout."
-            ) from error
-        raise CollectiveError(
+            )
+        return CollectiveError(
             f"{what}: the connection to {who} broke after {waited:.1f} s. That rank has most likely ended; "
             f"its own output says why."
-        ) from error
+        )

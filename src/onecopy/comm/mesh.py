@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.transport import Peers, Transport, control_device, transport_for
-from onecopy.errors import SettingsError
+from onecopy.errors import CollectiveError, SettingsError
 from onecopy.memory.staging import Staging
 
 T = TypeVar("T")
@@ -101,7 +101,13 @@ class Axis:
         if self._peers is None:
             return [own]
         objects: list[Any] = [None] * self.size
-        dist.all_gather_object(objects, own, group=self._peers.group)
+        try:
+            dist.all_gather_object(objects, own, group=self._peers.group)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"exchange of settings over the {self.name} axis failed: a rank among {self.ranks} has most likely "
+                f"ended; its own output says why."
+            ) from error
         return objects
 
     @property

@@ -19,15 +19,16 @@ One private torch name, read in torch 2.13 and tested in tests/test_private_apis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm.collective import Posted, Program
+from onecopy.comm.collective import PeerUnreachable, Posted, Program
 from onecopy.memory.staging import Staging
 
 
@@ -186,13 +187,18 @@ def _mean_of(peers: Peers) -> tuple[dist.ReduceOp.RedOpType, int]:
 
 
 def _send(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:
-    work = dist.isend(tensor, group=peers.group, group_dst=peer, tag=tag)
-    assert work is not None
-    return Posted(work, peers.ranks[peer])
+    return _post(peers, peer, partial(dist.isend, tensor, group=peers.group, group_dst=peer, tag=tag))
 
 
 def _receive(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:
-    work = dist.irecv(tensor, group=peers.group, group_src=peer, tag=tag)
+    return _post(peers, peer, partial(dist.irecv, tensor, group=peers.group, group_src=peer, tag=tag))
+
+
+def _post(peers: Peers, peer: int, message: Callable[[], dist.Work | None]) -> Posted:
+    try:
+        work = message()
+    except RuntimeError as error:
+        raise PeerUnreachable(peers.ranks[peer]) from error
     assert work is not None
     return Posted(work, peers.ranks[peer])
 

@@ -10,7 +10,6 @@ batch is the same at any number of ranks, and no two ranks see the same sequence
 from __future__ import annotations
 
 import itertools
-import socket
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from torch import Tensor
 from onecopy.errors import MismatchError, SettingsError
 from onecopy.recipes.config import Config
 from onecopy.recipes.texts import read_documents
-from onecopy.recipes.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_tokenizer
+from onecopy.recipes.tokenizer import ByteTokenizer, Tokenizer, Tokens, load_tokenizer, train_tokenizer
 from onecopy.recipes.world import World
 
 Batch = dict[str, Tensor]
@@ -59,9 +58,7 @@ class Batches:
         seed: of the order of the sequences, which is new in every epoch; None keeps theirs.
     """
 
-    def __init__(
-        self, sequences: NDArray[numpy.integer], world: World, *, batch: int, accumulate: int, seed: int | None
-    ) -> None:
+    def __init__(self, sequences: Tokens, world: World, *, batch: int, accumulate: int, seed: int | None) -> None:
         self._sequences = sequences
         self._world = world
         self._batch = batch
@@ -99,7 +96,7 @@ def prepare(config: Config, world: World, directory: Path) -> tuple[Batches, lis
         SettingsError: if the text cannot be read, or is too short for the settings.
         MismatchError: if two hosts have different texts.
     """
-    own = _write_tokens(config, directory) if world.local_rank == 0 else None
+    own = _write_tokens(config, directory, f"tokens-{world.rank}.bin") if world.local_rank == 0 else None
     everyone = world.gather(own)
     prepared = everyone[world.rank - world.local_rank]
     assert prepared is not None
@@ -126,7 +123,7 @@ def prepare(config: Config, world: World, directory: Path) -> tuple[Batches, lis
     return batches, _evaluation_batches(validation, config, world), prepared.vocabulary
 
 
-def _evaluation_batches(validation: NDArray[numpy.integer], config: Config, world: World) -> list[Batch]:
+def _evaluation_batches(validation: Tokens, config: Config, world: World) -> list[Batch]:
     """This rank's part of the first batches of the validation text, as large as micro-batches in training."""
     if not config.evaluation.evaluate_every:
         return []
@@ -142,18 +139,18 @@ def _evaluation_batches(validation: NDArray[numpy.integer], config: Config, worl
     return [micro_batches[0] for micro_batches in itertools.islice(steps, count)]
 
 
-def _sequences(tokens: NDArray[numpy.integer], config: Config) -> NDArray[numpy.integer]:
+def _sequences(tokens: Tokens, config: Config) -> Tokens:
     length = config.data.sequence_length
     whole = len(tokens) // length
     return tokens[: whole * length].reshape(whole, length)
 
 
-def _write_tokens(config: Config, directory: Path) -> Prepared:
+def _write_tokens(config: Config, directory: Path, name: str) -> Prepared:
     """Tokenize all text into one file: what to train on, then what to validate on."""
     data = config.data
     tokenizer = make_tokenizer(config, directory)
     dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
-    path = directory / f"tokens-{socket.gethostname()}.bin"
+    path = directory / name
     checksum = 0
     with path.open("wb") as file:
 
@@ -186,8 +183,8 @@ def make_tokenizer(config: Config, directory: Path) -> Tokenizer:
     return load_tokenizer(data.tokenizer)
 
 
-def _encode(documents: Iterator[str], tokenizer: Tokenizer, dtype: str) -> Iterator[NDArray[numpy.integer]]:
+def _encode(documents: Iterator[str], tokenizer: Tokenizer, dtype: str) -> Iterator[Tokens]:
     """The documents' tokens, each document followed by the separator; some documents at a time."""
     while texts := list(itertools.islice(documents, 256)):
         for tokens in tokenizer.encode(texts):
-            yield numpy.array([*tokens, tokenizer.separator], dtype)
+            yield numpy.append(tokens.astype(dtype), numpy.array(tokenizer.separator, dtype))

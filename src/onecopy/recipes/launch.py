@@ -29,10 +29,10 @@ import torch
 from onecopy.errors import CollectiveError, CollectiveTimeout, MismatchError, SettingsError
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
-from onecopy.recipes.world import connection_broke, join
+from onecopy.recipes.world import join
 
 _LAST_WORDS: Final = 5.0
-"""Seconds."""
+"""Seconds that other ranks give the first one to say what they all found."""
 
 
 class Exit(IntEnum):
@@ -99,7 +99,7 @@ def _be_a_rank(config: Config) -> NoReturn:
     except CollectiveTimeout as error:
         message, code = f"rank {rank} gave up: {error}\n", Exit.FAILED
     except Exception as error:
-        if isinstance(error, CollectiveError) or connection_broke(error):
+        if isinstance(error, CollectiveError):
             message, code = f"rank {rank} stopped: {error}\n" if is_first else "", Exit.LOST_PEER
         else:
             message, code = f"rank {rank} failed:\n{traceback.format_exc()}", Exit.FAILED
@@ -107,7 +107,7 @@ def _be_a_rank(config: Config) -> NoReturn:
     sys.stderr.write(message)
     sys.stderr.flush()
     if code == Exit.SETTINGS and not is_first:
-        # The first rank's message must be out before torchrun sees an exit and ends them all.
+        # The message must be out before torchrun sees an exit and ends them all.
         time.sleep(_LAST_WORDS)
     # Past destructors, which may wait for ranks that are gone.
     os._exit(code)
@@ -139,13 +139,15 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
 
 
 def _explain(exit_codes: dict[int, int]) -> int:
-    """Say what ended the ranks where they could not say it themselves; returns the launcher's exit code."""
-    # Ranks that lost a peer, or that the agent ended, are not the cause.
-    causes = {rank: code for rank, code in exit_codes.items() if code not in (Exit.LOST_PEER, -signal.SIGTERM)}
-    for rank, code in causes.items():
-        if code < 0:
+    """Say what ended the ranks, if none of them could; returns the launcher's exit code."""
+    codes = set(exit_codes.values())
+    for said in (Exit.FAILED, Exit.SETTINGS, Exit.INTERRUPTED):
+        if said in codes:
+            return said
+    for rank, code in exit_codes.items():
+        # Those that the agent ended on its own are not the cause.
+        if code not in (Exit.LOST_PEER, -signal.SIGTERM):
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
             hint = "; often the host has run out of memory" if code == -signal.SIGKILL else ""
-            sys.stderr.write(f"rank {rank} was ended by {signal.Signals(-code).name}{hint}\n")
-    if set(causes.values()) <= {Exit.INTERRUPTED, Exit.SETTINGS} and causes:
-        return min(causes.values())
+            sys.stderr.write(f"rank {rank} was ended {how}{hint}\n")
     return Exit.FAILED

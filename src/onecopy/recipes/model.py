@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
         SettingsError: if the model knows fewer tokens than the data has.
     """
     # Not at the top: transformers takes seconds to import, and one rank may be busy with data meanwhile.
-    from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
-
+    transformers: Any = import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()  # Every rank would draw one.
     path = config.model.path
     if not path:
-        small = GPT2Config(
+        small = transformers.GPT2Config(
             vocab_size=vocabulary,
             n_positions=config.data.sequence_length,
             n_layer=config.model.layers,
@@ -39,10 +40,10 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
             bos_token_id=None,
             eos_token_id=None,
         )
-        return _for_training(GPT2LMHeadModel(small))
-    causal: Any = AutoModelForCausalLM
+        return _for_training(transformers.GPT2LMHeadModel(small))
+    causal = transformers.AutoModelForCausalLM
     if Path(path).is_file():
-        settings = AutoConfig.from_pretrained(path, local_files_only=True)
+        settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         model = causal.from_config(settings, dtype=torch.float32)
     else:
         model = causal.from_pretrained(path, dtype=torch.float32, local_files_only=True)

@@ -79,27 +79,25 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     known = {key.dotted for key in keys()}
     for section, table in tables.items():
         if section not in Config.model_fields:
-            raise SettingsError(f"unknown key {section!r} in {path}; {nearest(section)}")
+            close = [f"[{name}]" for name in get_close_matches(section, Config.model_fields, n=1)]
+            meant = close[0] if close else repr(nearest(section).dotted)
+            raise SettingsError(f"unknown key {section!r} in {path}; did you mean {meant}?")
         if not isinstance(table, dict):
             raise SettingsError(f"{section!r} in {path} must be a table, [{section}]; found {table!r}")
         for name in table:
             if f"{section}.{name}" not in known:
-                raise SettingsError(f"unknown key '{section}.{name}' in {path}; {nearest(f'{section}.{name}')}")
+                wrong = f"{section}.{name}"
+                raise SettingsError(f"unknown key {wrong!r} in {path}; did you mean {nearest(wrong).dotted!r}?")
     return tables
 
 
-def nearest(wrong: str) -> str:
-    """A question that names the known key nearest to ``wrong``.
-
-    The name counts first, for a key may only be in the wrong section.
-    """
-    dotted = [key.dotted for key in keys()]
-    by_name = {key.name: key.dotted for key in keys()}
-    if near := get_close_matches(wrong.rpartition(".")[2], by_name, n=1):
-        return f"did you mean {by_name[near[0]]!r}?"
-    if "." not in wrong and (near := get_close_matches(wrong, Config.model_fields, n=1)):
-        return f"did you mean [{near[0]}]?"
-    return f"did you mean {get_close_matches(wrong, dotted, n=1, cutoff=0.0)[0]!r}?"
+def nearest(wrong: str) -> Key:
+    """The key whose name is nearest to ``wrong``: by its last part first, for only the section may be wrong."""
+    by_name = {key.name: key for key in keys()}
+    if close := get_close_matches(wrong.rpartition(".")[2], by_name, n=1):
+        return by_name[close[0]]
+    by_dotted = {key.dotted: key for key in keys()}
+    return by_dotted[get_close_matches(wrong, by_dotted, n=1, cutoff=0.0)[0]]
 
 
 def dump(config: Config) -> str:

@@ -6,7 +6,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import numpy
+from numpy.typing import NDArray
+
 from onecopy.errors import SettingsError
+
+Tokens = NDArray[numpy.integer]
 
 _SEPARATOR: Final = "<|endoftext|>"
 _FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -23,7 +28,7 @@ class Tokenizer(Protocol):
     vocabulary: int
     separator: int
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The tokens of each text, without separators."""
         ...
 
@@ -34,8 +39,8 @@ class ByteTokenizer:
     vocabulary = 257
     separator = 256
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(text.encode("utf-8")) for text in texts]
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        return [numpy.frombuffer(text.encode("utf-8"), numpy.uint8) for text in texts]
 
 
 class PretrainedTokenizer:
@@ -46,11 +51,10 @@ class PretrainedTokenizer:
         self.separator = separator
         self._tokenizer = tokenizer
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
         # Not verbose: it would warn of documents longer than a sequence, which are cut later.
         encoded = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        tokens: list[list[int]] = encoded["input_ids"]
-        return tokens
+        return [numpy.array(tokens, numpy.uint32) for tokens in encoded["input_ids"]]
 
 
 def has_tokenizer(directory: str) -> bool:

@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from onecopy.errors import CollectiveError, CollectiveTimeout
+from onecopy.comm.ledger import Ledger
+from onecopy.comm.mesh import Axis, make_mesh
+from onecopy.memory.staging import Staging
 
 T = TypeVar("T")
 
@@ -37,50 +40,33 @@ class World:
     size: int
     device: torch.device
 
+    @cached_property
+    def _axis(self) -> Axis:
+        ledger = Ledger()
+        ledger.phase = "step"
+        return make_mesh(None, shards=True, ledger=ledger, staging=Staging()).shard
+
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all ranks, in order of ranks.
+        """Each value summed over all ranks.
 
         Raises:
-            CollectiveError: if another rank has ended or does not answer in time.
+            CollectiveError: if another rank has ended or does not answer in time; it names that rank.
         """
-        if self.size == 1:
-            return list(values)
-        own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(own) for _ in range(self.size)]
-        with _named("a sum over ranks"):
-            dist.all_gather(everyone, own)
-        return torch.stack(everyone).sum(0).tolist()
+        sums = torch.tensor(values, dtype=torch.float64, device=self._axis.control_device)
+        if collective := self._axis.combine(sums, "agree"):
+            collective.finish()
+        totals: list[float] = sums.tolist()
+        return totals
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in order of ranks.
 
         Raises:
-            CollectiveError: if another rank has ended or does not answer in time.
+            CollectiveError: if another rank has ended or does not answer in time; it names that rank.
         """
-        everyone: list[Any] = [value] * self.size
-        if self.size > 1:
-            with _named("an exchange of notes"):
-                dist.all_gather_object(everyone, value)
-        return everyone
-
-
-@contextmanager
-def _named(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "imed out" in str(error) or "imeout" in str(error):
-            raise CollectiveTimeout(
-                f"{what}: another rank did not answer in time. If it had more to do, raise parallel.timeout."
-            ) from error
-        if connection_broke(error):
-            raise CollectiveError(f"{what}: the connection to another rank broke; its own output says why.") from error
-        raise
-
-
-def connection_broke(error: Exception) -> bool:
-    """Whether an error means that another rank has ended, rather than that something is wrong here."""
-    return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe"))
+        # To wait for all here, where an error knows who is missing.
+        self.sum(0.0)
+        return self._axis.exchange_objects(value)
 
 
 @contextmanager
@@ -99,8 +85,7 @@ def join(device: str, timeout: float) -> Iterator[World]:
         torch.accelerator.set_device_index(local_rank)
     if size > 1:
         backend = dist.get_default_backend_for_device(own)
-        with _named("joining the other ranks"):
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     yield World(rank, local_rank, size, own)
     if size > 1:
         dist.destroy_process_group()

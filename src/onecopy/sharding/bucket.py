@@ -211,9 +211,14 @@ class Bucket:
 
     # --- gather and release
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are gathered, or a gather is under way."""
+        return self._fresh or self._gathering is not None
+
     def start_gather(self, *, backward: bool) -> None:
         """Begin to make the parameters whole, unless they are or it has begun. Sends (N-1)/N of the bucket."""
-        if self._fresh or self._gathering is not None:
+        if self.is_whole:
             return
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)

@@ -44,6 +44,11 @@ def find_scopes(model: nn.Module, units: Units) -> list[str]:
                     f"units= names {wanted!r}, which the model does not contain; names are those of "
                     f"model.named_modules(), for example {list(modules)[1:4]}."
                 )
+            if without := sorted(name for name in found if not _has_forward(modules[name])):
+                raise SettingsError(
+                    f"units= names {without[0]!r}, a {type(modules[without[0]]).__name__} without a forward of its own; "
+                    f"name the modules in it."
+                )
             chosen |= found
     return ["", *(name for name in modules if name in chosen and name)]
 
@@ -70,6 +75,11 @@ def find_parameters(model: nn.Module, scopes: Sequence[str]) -> dict[str, list[F
 
 def _is_below(name: str, scope: str) -> bool:
     return scope == "" or name == scope or name.startswith(scope + ".")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called; lists and dicts of modules or parameters cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _is_wanted(name: str, module: nn.Module, wanted: object) -> bool:
@@ -104,7 +114,7 @@ def _blocks_of(module: nn.Module) -> dict[str, nn.Module]:
     """The children of a list that share their class with another child and have parameters."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return {}
-    children = {name: child for name, child in module.named_children() if _numel(child)}
+    children = {name: child for name, child in module.named_children() if _numel(child) and _has_forward(child)}
     classes = [_class_of(child) for child in children.values()]
     return {name: child for name, child in children.items() if classes.count(_class_of(child)) > 1}
 
@@ -129,6 +139,7 @@ def _large_leftovers(model: nn.Module, blocks: set[str]) -> set[str]:
         name
         for name, module in model.named_modules()
         if name
+        and _has_forward(module)
         and not any(_is_below(name, block) for block in blocks)
         and sum(p.numel() for p in module._parameters.values() if p is not None and times_held[id(p)] == 1)
         >= typical / 2

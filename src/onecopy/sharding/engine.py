@@ -26,7 +26,7 @@ from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
 from onecopy.sharding.buffers import broadcast_buffers
-from onecopy.sharding.order import GatherOrder, agree_order
+from onecopy.sharding.order import GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
 from onecopy.sharding.tensors import iterate_tensors, replace_tensors
 from onecopy.sharding.unit import Passage, Unit, Visit
@@ -102,7 +102,9 @@ class Engine:
             unit.rebuild_gradients()
             for gradients in unit.gradients:
                 gradients.on_arrival = partial(self._all_arrived, unit)
-        self._reducer = Reducer(self.units, [u for u in self._reduce_order if u.gradients], self.mesh)
+        self._reducer = Reducer(
+            self.units, [u for u in self._reduce_order if u.gradients], self.mesh, self._backward.take_part
+        )
 
     def _attach(self, unit: Unit) -> None:
         before = torch.compiler.disable(partial(self._before_forward, unit))
@@ -120,12 +122,17 @@ class Engine:
         )
 
     def _learn_forward(self, seen: list[Unit]) -> list[Unit]:
-        return agree_order(self.mesh, self.units, seen, self.units)
+        order = agree_order(self.mesh, self.units, seen, self.units)
+        expected = [unit for unit in self.units if unit.buckets]
+        self._reducer.dynamic = any_rank(self.mesh, seen != order or len(set(seen)) != len(expected))
+        self._forward.deviated = False
+        return order
 
     def _learn_backward(self, seen: list[Unit]) -> list[Unit]:
         # Where forward came and backward did not, no gradient is needed; where the first rank's data skipped a unit
         # in forward, another rank's may not have.
         skipped = [unit for unit in self.units if unit.gradients and unit not in self._visited]
+        self._backward.deviated = False
         return agree_order(self.mesh, self.units, seen, agree_order(self.mesh, self.units, skipped, ()))
 
     # --- forward
@@ -206,7 +213,7 @@ class Engine:
             if passage.visit is not None and not failed:
                 self._record(unit, passage.visit, "forward")
                 self._watch(unit, passage.visit, output)
-            if self.stage.shards_parameters and not unit.passages and not unit.holds:
+            if self.stage.shards_parameters and not unit.in_use:
                 output = self._keep_returned_parameters(unit, output)
                 unit.release()
         if unit.scope is self.model and not unit.passages and not passage.recomputes:
@@ -279,11 +286,13 @@ class Engine:
     def _end_visit(self, unit: Unit, visit: Visit) -> None:
         visit.ended = True
         self._record(unit, visit, "backward")
-        if self.stage.shards_parameters and not unit.holds:
+        if self.stage.shards_parameters and not unit.in_use:
             unit.release()
 
     def _end_of_backward(self) -> None:
-        self._reducer.end()
+        # Others may need these gathers before they can send the gradients that are waited for here.
+        self._backward.start_rest()
+        self._reducer.end(deviated=self._forward.deviated or self._backward.deviated)
         self._backward.end()
         self._leave_backward()
         self._micro_batches += 1
@@ -321,7 +330,7 @@ class Engine:
             self.recover()
         with self.ledger.during("backward"):
             self._reducer.begin(sends=True, last=True)
-            self._reducer.end()
+            self._reducer.end(deviated=False)
             for unit in self.units:
                 unit.finished = False
         self._micro_batches = 0

@@ -221,7 +221,8 @@ class Gradients:
             self._bucket.meter.add("gradients_whole", outgoing.nbytes)
             with torch.no_grad():
                 pairs = list(zip(outgoing.views, self._gradients, strict=True))
-                torch._foreach_copy_([v for v, g in pairs if g.arrived], self._arrived_gradients())
+                if self.any_arrived:
+                    torch._foreach_copy_([v for v, g in pairs if g.arrived], self._arrived_gradients())
                 for view, gradient in pairs:
                     if not gradient.arrived:
                         view.zero_()
@@ -236,7 +237,8 @@ class Gradients:
                     gradient.pending.cleared = False
                     view.zero_()
             views = [v for v, g in zip(kept.views, self._gradients, strict=True) if g.arrived]
-            torch._foreach_add_(views, [g.to(kept.flat.dtype) for g in self._arrived_gradients()])
+            if views:
+                torch._foreach_add_(views, [g.to(kept.flat.dtype) for g in self._arrived_gradients()])
 
     def _arrived_gradients(self) -> list[Tensor]:
         return [g.whole.grad for g in self._gradients if g.arrived and g.whole.grad is not None]

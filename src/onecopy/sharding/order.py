@@ -23,8 +23,11 @@ class GatherOrder:
         units: the order to begin with; the first pass corrects it.
         backward: the direction.
         prefetch: how many units to gather ahead of the one that computes.
-        release_passed: whether units that were passed by are released again.
+        release_passed: whether units that were passed by are released at the end of the pass.
         learn: turns the first pass's visits into the agreed order.
+
+    Attributes:
+        deviated: this rank's data has led to other units, or in another order, than the agreed one.
     """
 
     def __init__(
@@ -36,55 +39,85 @@ class GatherOrder:
         release_passed: bool,
         learn: Callable[[list[Unit]], list[Unit]],
     ) -> None:
-        self.units = list(units)
         self._backward = backward
         self._prefetch = prefetch
         self._release_passed = release_passed
         self._learn: Callable[[list[Unit]], list[Unit]] | None = learn
         self._seen: list[Unit] = []
+        self._passed: list[Unit] = []
         self._position = 0
+        self.deviated = False
+        self._set_order(units)
 
     def begin(self) -> None:
         """A pass begins."""
         self._position = 0
         self._seen = []
+        self._passed = []
 
     def visit(self, unit: Unit) -> None:
         """Make ``unit`` whole, take part in what lies between, and begin to gather what comes next."""
         position = self._find(unit)
-        if position is not None:
-            self._pass_by(position)
+        if position is None:
+            self.deviated = True
+        else:
+            self._start_until(position)
             self._position = position + 1
+        for passed in self._passed:
+            passed.finish_gather()
         unit.start_gather(backward=self._backward)
         unit.finish_gather()
         if position is not None:
-            for following in self.units[position + 1 : position + 1 + self._prefetch]:
+            for following in self._units[position + 1 : position + 1 + self._prefetch]:
                 following.start_gather(backward=self._backward)
         if self._learn is not None:
             self._seen.append(unit)
 
+    def take_part(self, unit: Unit) -> None:
+        """Begin the gathers up to ``unit``'s, if this rank's data has not led to them.
+
+        To be called before waiting for a reduce of ``unit``: other ranks may need those gathers to come that far.
+        """
+        self._start_until(self._last.get(unit, -1) + 1)
+
+    def start_rest(self) -> None:
+        """Begin all gathers that are left of the pass."""
+        self._start_until(len(self._units))
+
     def end(self) -> None:
         """A pass ends: take part in what is left of it."""
-        self._pass_by(len(self.units))
-        self._position = len(self.units)
+        self.start_rest()
+        for unit in self._passed:
+            unit.finish_gather()
+            if self._release_passed and not unit.in_use:
+                unit.release()
+        self._passed = []
         if self._learn is not None:
             learn, self._learn = self._learn, None
-            self.units = learn(self._seen)
+            self._set_order(learn(self._seen))
+
+    def _set_order(self, units: Sequence[Unit]) -> None:
+        self._units = list(units)
+        self._last = {unit: position for position, unit in enumerate(self._units)}
 
     def _find(self, unit: Unit) -> int | None:
-        if self._position == len(self.units):
-            self._position = 0
-        try:
-            return self.units.index(unit, self._position)
-        except ValueError:
+        """The unit's place ahead in the order; None if it is not ahead, or already whole from having been passed by."""
+        last = self._last.get(unit, -1)
+        if last >= self._position:
+            return self._units.index(unit, self._position)
+        if last < 0 or self._position < len(self._units) or unit.is_whole:
             return None
+        # A second pass: several forwards came before this backward.
+        self._position = 0
+        return self._units.index(unit)
 
-    def _pass_by(self, stop: int) -> None:
-        for unit in self.units[self._position : stop]:
+    def _start_until(self, stop: int) -> None:
+        """Take part for the sake of others. What is gathered stays: this rank's data may come to it later."""
+        for unit in self._units[self._position : stop]:
+            self.deviated = True
             unit.start_gather(backward=self._backward)
-            unit.finish_gather()
-            if self._release_passed and not unit.passages and not unit.holds:
-                unit.release()
+            self._passed.append(unit)
+        self._position = max(self._position, stop)
 
 
 def agree_order(mesh: Mesh, units: Sequence[Unit], seen: Sequence[Unit], expected: Sequence[Unit]) -> list[Unit]:
@@ -111,6 +144,15 @@ def agree_order(mesh: Mesh, units: Sequence[Unit], seen: Sequence[Unit], expecte
             place = order.index(before[-1]) + 1 if before else 0
             order.insert(place, unit)
     return order
+
+
+def any_rank(mesh: Mesh, flag: bool) -> bool:
+    """Whether ``flag`` is true on any rank of the mesh."""
+    flags = torch.tensor([float(flag)], device=mesh.control_device)
+    for axis in mesh.axes:
+        if message := axis.combine(flags, "agree", maximum=True):
+            message.finish()
+    return bool(flags.item())
 
 
 def _broadcast(mesh: Mesh, values: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ parameter that one process would leave without a gradient must have none here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import torch
@@ -28,9 +28,18 @@ class Reducer:
         units: all units, in the order that every rank knows from the model.
         order: those with gradients, in the order in which they are expected to finish; the first backward corrects it.
         mesh: the ranks.
+        before_wait: called with a unit before its reduce may be waited for.
+
+    Attributes:
+        dynamic: data leads ranks through different units. Then one rank's reduce may need another's gather and the
+            other way round, so none is waited for before the backward is over; gradients pile up until then.
     """
 
-    def __init__(self, units: Sequence[Unit], order: Sequence[Unit], mesh: Mesh) -> None:
+    def __init__(
+        self, units: Sequence[Unit], order: Sequence[Unit], mesh: Mesh, before_wait: Callable[[Unit], None]
+    ) -> None:
+        self.dynamic = False
+        self._before_wait = before_wait
         self._units = units
         self._order = list(order)
         self._mesh = mesh
@@ -43,6 +52,7 @@ class Reducer:
         self._underway: list[Unit] = []
         self._uses: dict[Gradients, list[bool]] = {}
         self._messages: list[Collective] = []
+        self._flags: torch.Tensor | None = None
 
     def begin(self, *, sends: bool, last: bool) -> None:
         """A backward begins.
@@ -77,15 +87,19 @@ class Reducer:
                 break
             self._send(head)
 
-    def end(self) -> None:
-        """The backward is over: send the rest, and set `p.grad` unless the gradients are kept."""
+    def end(self, *, deviated: bool) -> None:
+        """The backward is over: send the rest, and set `p.grad` unless the gradients are kept.
+
+        Args:
+            deviated: this rank's data has led through other units than the agreed ones.
+        """
         if not self._sends:
             for gradients in self._all:
                 gradients.keep()
             return
         while self._next < len(self._order):
             self._send(self._order[self._next])
-        used = self._agree_on_use()
+        used = self._agree_on_use(deviated)
         while self._underway:
             self._complete(self._underway.pop(0))
         for gradients in self._all:
@@ -101,6 +115,9 @@ class Reducer:
         for message in self._messages:
             message.finish()
         self._messages = []
+        if self._flags is not None:
+            self.dynamic = self.dynamic or bool(self._flags[-1])
+            self._flags = None
 
     def drop(self) -> None:
         """Forget a backward that failed."""
@@ -110,12 +127,13 @@ class Reducer:
 
     def _send(self, unit: Unit) -> None:
         self._next += 1
-        for earlier in list(self._underway):
+        self._before_wait(unit)
+        for earlier in [] if self.dynamic else list(self._underway):
             done = [gradients.advance_reduce() for gradients in earlier.gradients]
             if all(done):
                 self._underway.remove(earlier)
                 self._complete(earlier)
-        while len(self._underway) >= _UNDERWAY:
+        while len(self._underway) >= _UNDERWAY and not self.dynamic:
             self._complete(self._underway.pop(0))
         for gradients in unit.gradients:
             self._uses[gradients] = gradients.uses()
@@ -129,7 +147,7 @@ class Reducer:
             if all(self._uses[gradients]):
                 gradients.install(self._uses[gradients], last=self._last)
 
-    def _agree_on_use(self) -> dict[Gradients, list[bool]]:
+    def _agree_on_use(self, deviated: bool) -> dict[Gradients, list[bool]]:
         """For each parameter whether any rank has a gradient for it.
 
         A rank with gradients for all of them knows the answer: it sends its message and does not wait.
@@ -138,7 +156,8 @@ class Reducer:
         own = [use for gradients in self._all for use in self._uses[gradients]]
         if self._mesh.size == 1 or not own:
             return self._uses
-        flags = torch.tensor(own, dtype=torch.uint8, device=self._all[0].device)
+        flags = torch.tensor([*own, deviated], dtype=torch.uint8, device=self._all[0].device)
+        self._flags = flags
         if all(own):
             sent = [axis.combine(flags, "agree", maximum=True) for axis in self._mesh.axes]
             self._messages = [message for message in sent if message is not None]
@@ -147,4 +166,4 @@ class Reducer:
             if underway := axis.combine(flags, "agree", maximum=True):
                 underway.finish()
         answers = iter(bool(flag) for flag in flags.tolist())
-        return {gradients: [next(answers) for _ in uses] for gradients, uses in ((g, self._uses[g]) for g in self._all)}
+        return {gradients: [next(answers) for _ in self._uses[gradients]] for gradients in self._all}

@@ -87,6 +87,16 @@ class Unit:
         return sum(bucket.changes for bucket in self.buckets)
 
     @property
+    def in_use(self) -> bool:
+        """Whether a forward or a backward runs through the unit now, or may at any moment."""
+        return bool(self.passages) or self.holds or any(visit.began and not visit.ended for visit in self.visits)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are gathered, or a gather is under way."""
+        return all(bucket.is_whole for bucket in self.buckets)
+
+    @property
     def awaits_backward(self) -> bool:
         """Whether a forward is left whose backward has not run."""
         return self.unrecorded > 0 or any(not visit.ended for visit in self.visits)

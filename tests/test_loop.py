@@ -1,0 +1,433 @@
+"""The training loop stays PyTorch's own: whatever a user writes around forward and backward gives the twin's numbers.
+
+Each test writes a loop once and runs it on a plain model with the whole batch (the oracle) and on a sharded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+
+import onecopy
+from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from oracle import (
+    OPTIMIZERS,
+    Mine,
+    assert_loop_like_twin,
+    assert_same_weights,
+    assert_trains_like_twin,
+    gathered_weights,
+    part,
+    train,
+    whole_weights,
+)
+from ranks import everywhere, run_ranks
+
+
+def _stack() -> nn.Module:
+    return seeded(Stack)
+
+
+def _check(stage: int, num_ranks: int, loop: Callable[[nn.Module, Mine], Any], **settings: Any) -> None:
+    def run(rank: int) -> None:
+        assert_loop_like_twin(rank, num_ranks, loop, _stack, stage=stage, **settings)
+
+    run_ranks(num_ranks, run)
+
+
+def _sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+# --- clipping
+
+
+@everywhere
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clip_grad_norm_of_any_order(norm_type: float, foreach: bool | None, stage: int, num_ranks: int) -> None:
+    def loop(model: nn.Module, mine: Mine) -> list[float]:
+        optimizer, norms = _sgd(model), []
+        for batch in vector_batches(2):
+            model(*mine(batch)).backward()
+            norm = clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type, foreach=foreach)
+            assert norm > 0.05
+            norms.append(float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    _check(stage, num_ranks, loop)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clip_grad_value(stage: int) -> None:
+    def loop(model: nn.Module, mine: Mine) -> None:
+        model(*mine(vector_batches(1)[0])).backward()
+        clip_grad_value_(model.parameters(), 0.01)
+        _sgd(model).step()
+
+    _check(stage, 2, loop)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_error_if_nonfinite_is_raised_on_every_rank(stage: int) -> None:
+    """Only rank 1's data is bad."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        x, y = part(vector_batches(1)[0], rank, 2)
+        model(x * (float("inf") if rank else 1), y).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    run_ranks(2, run)
+
+
+# --- forwards and backwards in other numbers than one each
+
+
+@everywhere
+def test_several_forwards_before_one_backward(stage: int, num_ranks: int) -> None:
+    def loop(model: nn.Module, mine: Mine) -> None:
+        optimizer = _sgd(model)
+        for a, b, c in zip(*[iter(vector_batches(6))] * 3, strict=True):
+            loss = model(*mine(a)) + 0.5 * model(*mine(b)) - 0.1 * model(*mine(c))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _check(stage, num_ranks, loop)
+
+
+@everywhere
+def test_two_forwards_then_two_backwards(stage: int, num_ranks: int) -> None:
+    def loop(model: nn.Module, mine: Mine) -> None:
+        optimizer = _sgd(model)
+        for a, b in zip(*[iter(vector_batches(4))] * 2, strict=True):
+            first, second = model(*mine(a)), model(*mine(b))
+            first.backward()
+            second.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _check(stage, num_ranks, loop)
+
+
+@everywhere
+def test_two_backwards_through_one_graph(stage: int, num_ranks: int) -> None:
+    def loop(model: nn.Module, mine: Mine) -> None:
+        loss = model(*mine(vector_batches(1)[0]))
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+        _sgd(model).step()
+
+    _check(stage, num_ranks, loop)
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize("first", [False, True], ids=["between forward and backward", "before the first step"])
+def test_evaluation_in_the_middle_of_training(mode: Any, first: bool, stage: int, num_ranks: int) -> None:
+    """It must see the latest weights, and leave training as it was."""
+
+    def loop(model: nn.Module, mine: Mine) -> list[float]:
+        optimizer, values = _sgd(model), []
+        held_out, *batches = vector_batches(4)
+
+        def evaluate() -> None:
+            model.eval()
+            with mode():
+                values.append(model(*mine(held_out)).item())
+            model.train()
+
+        if first:
+            evaluate()
+        for batch in batches:
+            loss = model(*mine(batch))
+            if not first:
+                evaluate()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        evaluate()
+        return values
+
+    _check(stage, num_ranks, loop)
+
+
+@everywhere
+def test_gradients_of_inputs(stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        x, y = vector_batches(1)[0]
+        whole = x.clone().requires_grad_()
+        _stack()(whole, y).backward()
+        assert whole.grad is not None
+        own_x, own_y = part((x, y), rank, num_ranks)
+        own = own_x.clone().requires_grad_()
+        onecopy.shard(_stack(), stage)(own, own_y).backward()
+        torch.testing.assert_close(own.grad, part((whole.grad,), rank, num_ranks)[0] * num_ranks)
+
+    run_ranks(num_ranks, run)
+
+
+# --- accumulation
+
+
+@everywhere
+@pytest.mark.parametrize("way", ["accumulate", "no_sync", "reduce_gradients", "no_sync whole"])
+def test_every_way_to_accumulate(way: str, stage: int, num_ranks: int) -> None:
+    """Three micro-batches a step, three steps; Adam's count of steps must be three as well."""
+
+    def loop(model: nn.Module, mine: Mine) -> None:
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        sharded = hasattr(model, "no_sync")
+        for start in range(0, 9, 3):
+            for index, batch in enumerate(vector_batches(9)[start : start + 3]):
+                quiet = sharded and (way == "no_sync whole" or (way == "no_sync" and index < 2))
+                with model.no_sync() if quiet else nullcontext():
+                    (model(*mine(batch)) / 3).backward()
+            if sharded and way in ("reduce_gradients", "no_sync whole"):
+                model.reduce_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+
+    accumulate = {"accumulate": 3, "reduce_gradients": 5}.get(way, 1)
+    _check(stage, num_ranks, loop, accumulate=accumulate)
+
+
+@everywhere
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_both_ways(set_to_none: bool, stage: int, num_ranks: int) -> None:
+    """Also on a gradient that was never stepped on, and in the middle of accumulation."""
+
+    def loop(model: nn.Module, mine: Mine) -> None:
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        for index, batch in enumerate(vector_batches(8), start=1):
+            model(*mine(batch)).backward()
+            if index in (1, 4):
+                optimizer.zero_grad(set_to_none=set_to_none)
+            elif index % 2 == 0:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+    _check(stage, num_ranks, loop)
+
+
+@everywhere
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, num_ranks: int) -> None:
+    """A bad micro-batch is thrown away under no_sync; the twin throws it away too."""
+
+    def loop(model: nn.Module, mine: Mine) -> None:
+        optimizer = _sgd(model)
+        bad, *good = vector_batches(3)
+        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+            model(*mine(bad)).backward()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            model(*mine(good[0])).backward()
+        model(*mine(good[1])).backward()
+        optimizer.step()
+
+    _check(stage, num_ranks, loop)
+
+
+@everywhere
+def test_step_on_zero_gradients_counts_as_in_one_process(stage: int, num_ranks: int) -> None:
+    """A peer's fault: a hidden step on zero gradients left Adam's count one ahead. A step that the user makes counts."""
+
+    def loop(model: nn.Module, mine: Mine) -> None:
+        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        batches = vector_batches(3)
+        model(*mine(batches[0])).backward()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        for batch in batches:
+            optimizer.zero_grad()
+            model(*mine(batch)).backward()
+            optimizer.step()
+        assert {int(state["step"]) for state in optimizer.state.values()} == {4}
+
+    _check(stage, num_ranks, loop)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_step_without_gradients_does_nothing(stage: int) -> None:
+    def loop(model: nn.Module, mine: Mine) -> None:
+        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+        optimizer.step()
+        assert not optimizer.state
+
+    _check(stage, 2, loop)
+
+
+# --- parameter groups and schedulers
+
+
+def _groups_by_ndim(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.5},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _groups_by_name(model: nn.Module) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    head = [p for n, p in named.items() if n.startswith("head.")]
+    return [
+        {"params": head, "lr": 0.1, "weight_decay": 0.3},
+        {"params": [p for n, p in named.items() if n.endswith("bias") and not n.startswith("head.")]},
+        {"params": [p for n, p in named.items() if n.endswith("weight") and not n.startswith("head.")], "lr": 1e-3},
+    ]
+
+
+@everywhere
+@pytest.mark.parametrize("groups", [_groups_by_ndim, _groups_by_name], ids=["by ndim", "by name"])
+def test_parameter_groups(groups: Callable[[nn.Module], list[dict[str, Any]]], stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        # The optimizer sees parameters alone, so the groups are built by looking at the model from outside.
+        twin, model = _stack(), onecopy.shard(_stack(), stage)
+        for other, mine in ((twin, lambda b: b), (model, lambda b: part(b, rank, num_ranks))):
+            train(other, AdamW(groups(other), lr=1e-2), [mine(batch) for batch in vector_batches(3)])
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+        lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 3)),
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=6),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], [2]
+        ),
+    ],
+    ids=["cosine", "lambda", "one cycle", "sequential"],
+)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: int) -> None:
+    def loop(model: nn.Module, mine: Mine) -> list[float]:
+        optimizer, rates = _sgd(model), []
+        scheduler = schedule(optimizer)
+        for batch in vector_batches(5):
+            model(*mine(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+        return rates
+
+    _check(stage, 2, loop)
+
+
+# --- errors in the middle
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ArithmeticError("on purpose")
+
+
+class Fragile(Stack):
+    """Raises in the forward or the backward between its blocks when told to."""
+
+    fails: str = ""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = x + block(x)
+            if index == 1 and self.fails == "forward":
+                raise ArithmeticError("on purpose")
+            if index == 1 and self.fails == "backward":
+                x = _Broken.apply(x)
+        return nn.functional.mse_loss(self.head(x), y)
+
+
+@everywhere
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_going_on_after_an_error_in_the_middle(where: str, accumulate: int, stage: int, num_ranks: int) -> None:
+    """Every rank fails alike, drops its gradients and goes on; the twin never sees the bad batches."""
+
+    def run(rank: int) -> None:
+        twin, model = seeded(Fragile), onecopy.shard(seeded(Fragile), stage, accumulate=accumulate)
+        expected, optimizer = _sgd(twin), _sgd(model)
+        batches = vector_batches(6)
+        for start in range(0, 6, accumulate):
+            for batch in batches[start : start + accumulate]:
+                (twin(*batch) / accumulate).backward()
+            expected.step()
+            expected.zero_grad()
+            model.fails = where
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                model(*part(batches[0], rank, num_ranks)).backward()
+            model.fails = ""
+            optimizer.zero_grad()
+            for batch in batches[start : start + accumulate]:
+                (model(*part(batch, rank, num_ranks)) / accumulate).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(num_ranks, run)
+
+
+# --- when the optimizer is made
+
+
+@everywhere
+@pytest.mark.parametrize("when", ["before the first forward", "after the first forward", "after the first backward"])
+def test_it_does_not_matter_when_the_optimizer_is_made(when: str, stage: int, num_ranks: int) -> None:
+    def loop(model: nn.Module, mine: Mine) -> None:
+        optimizer = AdamW(model.parameters(), lr=1e-2) if when == "before the first forward" else None
+        for batch in vector_batches(3):
+            loss = model(*mine(batch))
+            if optimizer is None and when == "after the first forward":
+                optimizer = AdamW(model.parameters(), lr=1e-2)
+            loss.backward()
+            optimizer = optimizer or AdamW(model.parameters(), lr=1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _check(stage, num_ranks, loop)
+
+
+@everywhere
+def test_parameters_seen_before_a_forward_are_those_after_it(stage: int, num_ranks: int) -> None:
+    """The optimizer holds them: they must be the same objects, at every moment outside of computation."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        before: Iterable[Any] = list(model.parameters())
+        loss = model(*part(vector_batches(1)[0], rank, num_ranks))
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        loss.backward()
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+    run_ranks(num_ranks, run)
+
+
+def test_fused_adamw_trains_a_language_model_of_many_units() -> None:
+    def run(rank: int) -> None:
+        build = lambda: seeded(TinyGPT, layers=6)  # noqa: E731
+        assert_trains_like_twin(
+            rank, 3, build, token_batches(4), stage=3, optimizer=OPTIMIZERS["adamw-fused"], clip=1.0
+        )
+
+    run_ranks(3, run)
