@@ -15,6 +15,7 @@ With `--rate` the same steps are also timed on links that carry no more than tha
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import json
 import os
@@ -89,7 +90,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Measured:
-    """One case on one network. Bytes are per step; lists have one figure for each rank."""
+    """One case on one network.
+
+    Attributes:
+        paper: bytes that a rank sends in a step, by the paper.
+        sent: the same, by the kernel's count, for each rank.
+        ledger: the same, by onecopy's own count, for each rank; None for other systems.
+        seconds: of each step, on the slowest rank.
+    """
 
     system: str
     stage: int
@@ -100,7 +108,7 @@ class Measured:
     paper: float
     sent: list[float]
     ledger: list[float] | None
-    seconds: float
+    seconds: list[float]
 
 
 class RanksError(RuntimeError):
@@ -193,8 +201,10 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Tensor
 
 
 def _run_rank(rank: int, num_ranks: int, network: Network, cases: list[Case], work: Work, folder: Path) -> None:
-    # The launcher's handler is not a rank's.
+    # The launcher's handler is not a rank's; and a rank ends with its launcher, however that ended.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    set_death_signal = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
     # Peers call functions that torch is about to rename.
     warnings.filterwarnings("ignore", category=FutureWarning)
     network.enter(rank)
@@ -210,8 +220,8 @@ def _run_rank(rank: int, num_ranks: int, network: Network, cases: list[Case], wo
     dist.destroy_process_group()
 
 
-def _measure_case(rank: int, case: Case, work: Work) -> dict[str, float | None]:
-    """Bytes and seconds of one step, on average."""
+def _measure_case(rank: int, case: Case, work: Work) -> dict[str, Any]:
+    """This rank's bytes in a step, on average, and the seconds of each step."""
     torch.manual_seed(0)
     trainer = SYSTEMS[case.system].set_up(GPT(work.shape), case)
     batches = _batches(rank, case, work)
@@ -220,15 +230,16 @@ def _measure_case(rank: int, case: Case, work: Work) -> dict[str, float | None]:
     booked = trainer.ledger_bytes or (lambda: 0)
     # Who has passed a barrier has received all it waited for; so all that was sent to it has left.
     dist.barrier()
-    sent, counted, start = bytes_sent(), booked(), perf_counter()
+    sent, counted, seconds = bytes_sent(), booked(), []
     for _ in range(work.steps):
+        start = perf_counter()
         trainer.step(next(batches))
-    dist.barrier()
-    sent, counted, seconds = bytes_sent() - sent, booked() - counted, perf_counter() - start
+        dist.barrier()
+        seconds.append(perf_counter() - start)
     return {
-        "sent": sent / work.steps,
-        "ledger": counted / work.steps if trainer.ledger_bytes else None,
-        "seconds": seconds / work.steps,
+        "sent": (bytes_sent() - sent) / work.steps,
+        "ledger": (booked() - counted) / work.steps if trainer.ledger_bytes else None,
+        "seconds": seconds,
     }
 
 
@@ -288,7 +299,7 @@ def measure(cases: list[Case], num_ranks: int, work: Work, rate: str | None = No
                 paper=elements * DTYPES[case.precision].itemsize,
                 sent=[figure["sent"] for figure in figures],
                 ledger=None if None in ledger else ledger,
-                seconds=max(figure["seconds"] for figure in figures),
+                seconds=[max(step) for step in zip(*(figure["seconds"] for figure in figures), strict=True)],
             )
         )
     return found
@@ -322,12 +333,16 @@ def bytes_table(found: list[Measured], precision: str) -> str:
 
 
 def seconds_table(found: list[Measured], precision: str) -> str:
-    """Seconds a step; for each system, rate, N and g."""
+    """Median seconds of a step; for each system, rate, N and g."""
 
     def column(one: Measured) -> str:
         return f"{one.rate or 'unshaped'}, {_column(one)}"
 
-    return _table([one for one in found if one.precision == precision], column, lambda one: f"{one.seconds:.3f}")
+    return _table(
+        [one for one in found if one.precision == precision],
+        column,
+        lambda one: f"{statistics.median(one.seconds):.3f}",
+    )
 
 
 def _column(one: Measured) -> str:
@@ -390,12 +405,10 @@ def main() -> None:
         document = {"options": vars(options), "parameters": parameters, "measured": [asdict(one) for one in found]}
         Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
     for precision in options.precision:
-        print(
-            f"Bytes a rank sends in a step, {precision}, in units of Ψ(N-1)/N, Ψ = {parameters:,}: sent / paper = ratio"
-        )
+        print(f"Bytes a rank and step, {precision}: sent / paper = ratio, in units of Ψ(N-1)/N, Ψ = {parameters:,}")
         print(f"\n{bytes_table(found, precision)}\n")
         if options.rate:
-            print(f"Seconds a step, {precision}\n\n{seconds_table(found, precision)}\n")
+            print(f"Median seconds of a step, {precision}\n\n{seconds_table(found, precision)}\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every Python example in README.md and docs/ runs as written, on two ranks. Its oracle: nothing raises, losses are finite."""
+"""Every Python example in README.md and docs/ runs as written. Oracle: nothing raises, losses are finite."""
 
 from __future__ import annotations
 

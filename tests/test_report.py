@@ -196,6 +196,18 @@ def test_text_in_the_data_cannot_break_out(tmp_path: Path) -> None:
     assert trace["events"][0]["name"] in page_data(page)["traces"][0]["names"]
 
 
+def test_steps_whose_activations_were_not_counted_are_told(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", steps=4)
+    assert "Activations were" not in render(read_run(directory))
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    remarks = {3: "Activations were counted in step 3 alone.", 0: "Activations were not counted."}
+    for counted, words in remarks.items():
+        for record in records:
+            record["memory"]["activations"] *= record["step"] == counted
+        (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+        assert words in render(read_run(directory))
+
+
 def test_lanes_and_waits_in_the_table(tmp_path: Path) -> None:
     page = render(read_run(write_run(tmp_path / "run")))
     table = page[page.index("<caption>Time in which each lane was busy") :]
@@ -367,13 +379,13 @@ def test_command_writes_page_and_trace(tmp_path: Path) -> None:
     assert "cannot write" in ended.stderr
 
 
-def test_help_loads_neither_templates_nor_readers() -> None:
+def test_help_stays_light() -> None:
     code = (
         "import sys; sys.argv = ['onecopy', 'report', '--help']\n"
         "from onecopy.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as end: assert not end.code\n"
-        "sys.exit(str({'jinja2', 'onecopy.report'} & set(sys.modules)))"
+        "sys.exit(str({'torch', 'jinja2', 'onecopy.report'} & set(sys.modules)))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.stderr.strip() == "set()"

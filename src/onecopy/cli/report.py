@@ -15,13 +15,13 @@ def report(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="What `onecopy train` wrote.")],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The page. [default: report.html in RUN_DIR]", show_default=False),
+        typer.Option(metavar="FILE", help="The page; report.html in RUN_DIR if not given.", show_default=False),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The recorded step for ui.perfetto.dev, if there is one. [default: trace.json beside the page]",
+            help="The recorded step for ui.perfetto.dev, if there is one; trace.json beside the page if not given.",
             show_default=False,
         ),
     ] = None,

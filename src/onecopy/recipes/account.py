@@ -86,6 +86,7 @@ class Account:
         self._config = config
         self._world = world
         self._ledger = onecopy.ledger(model)
+        self._meter = onecopy.meter(model)
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._padded = onecopy.padded_numel(model)
         self._tokens = config.data.batch * config.data.sequence_length
@@ -119,7 +120,9 @@ class Account:
             "tokens_per_second": self._tokens / seconds,
             "bytes_sent": float(traffic.state_bytes),
             "peak_memory": float(peak_memory(self._world.device)),
+            **{f"memory/{category}": float(nbytes) for category, nbytes in self._meter.peak.items()},
         }
+        self._meter.reset_peaks()
         return Record("train", step, values)
 
     def evaluated(self, step: int, loss: float) -> Record:

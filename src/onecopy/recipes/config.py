@@ -132,6 +132,9 @@ class Run(Section):
     seed: int = Field(default=0, ge=0, description="Of the initial weights, the order of the data and dropout.")
     log_every: int = Field(default=1, ge=1, description="Steps between entries in metrics.jsonl and TensorBoard.")
     tensorboard: bool = Field(default=True, description="Write TensorBoard events.")
+    profile_step: int = Field(
+        default=3, ge=0, description="The step whose timeline and memory go to trace/ for `onecopy report`; 0: none."
+    )
 
 
 class Config(Section):

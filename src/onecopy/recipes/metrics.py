@@ -19,7 +19,7 @@ class Record:
     Attributes:
         kind: "train" for a step, "evaluation" for an evaluation after it.
         step: counted from 1.
-        values: by name.
+        values: by name. A name "memory/optimizer" is the part "optimizer" of "memory".
     """
 
     kind: Literal["train", "evaluation"]
@@ -42,7 +42,14 @@ class JsonLines:
         self._file = path.open("w", encoding="utf-8", buffering=1)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps({"kind": record.kind, "step": record.step, **record.values}) + "\n")
+        line: dict[str, Any] = {"kind": record.kind, "step": record.step}
+        for name, value in record.values.items():
+            whole, _, part = name.partition("/")
+            if part:
+                line.setdefault(whole, {})[part] = value
+            else:
+                line[name] = value
+        self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:
         self._file.close()

@@ -59,16 +59,17 @@ def train(config: Config, world: World) -> bool:
     account = Account(config, world, model)
     with StopRequest() as stop, _open_sinks(config, world, directory, model) as write:
         for step, micro_batches in enumerate(islice(batches, steps), 1):
-            loss = torch.zeros((), device=world.device)
-            for batch in micro_batches:
-                micro_loss = model(**batch).loss / parallel.accumulate
-                micro_loss.backward()
-                loss += micro_loss.detach()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or math.inf)
-            learning_rate = float(schedule.get_last_lr()[0])
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
+            with _profiled(step, config, world, directory, model):
+                loss = torch.zeros((), device=world.device)
+                for batch in micro_batches:
+                    micro_loss = model(**batch).loss / parallel.accumulate
+                    micro_loss.backward()
+                    loss += micro_loss.detach()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or math.inf)
+                learning_rate = float(schedule.get_last_lr()[0])
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
 
             loss_sum, stops = world.sum(loss.item(), stop.made)
             record = account.step_done(step, loss_sum / world.size, learning_rate, norm.item())
@@ -115,6 +116,17 @@ def _make_mesh(config: Config, world: World) -> DeviceMesh | None:
         return None
     sizes = (copies, world.size // copies)
     return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+
+
+@contextmanager
+def _profiled(step: int, config: Config, world: World, directory: Path, model: nn.Module) -> Iterator[None]:
+    """Profile the step if it is the one that the config names."""
+    if step != config.run.profile_step:
+        yield
+        return
+    with onecopy.profile(model) as seen:
+        yield
+    seen.save(directory / "trace" / f"rank-{world.rank}.json", step=step)
 
 
 @contextmanager

@@ -45,6 +45,17 @@ def memory_source(run: Run) -> str:
     return "resident set of the process" if device == "cpu" else f"allocated on {device}"
 
 
+def activations_remark(run: Run) -> str:
+    """In which steps activations were counted: the meter sees them only while a step is profiled."""
+    recorded = [step for step in run.steps if isinstance(step.get("memory"), dict)]
+    counted = [str(step["step"]) for step in recorded if step["memory"].get("activations")]
+    if not recorded or len(counted) == len(recorded):
+        return ""
+    return (
+        f"Activations were counted in step {', '.join(counted)} alone." if counted else "Activations were not counted."
+    )
+
+
 def headline(run: Run) -> str:
     """What was trained, and how it was spread."""
     found, parallel = run.summary, run.config.get("parallel", {})

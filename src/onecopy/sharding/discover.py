@@ -46,8 +46,8 @@ def find_scopes(model: nn.Module, units: Units) -> list[str]:
                 )
             if without := sorted(name for name in found if not _has_forward(modules[name])):
                 raise SettingsError(
-                    f"units= names {without[0]!r}, a {type(modules[without[0]]).__name__} without a forward of its own; "
-                    f"name the modules in it."
+                    f"units= names {without[0]!r}, a {type(modules[without[0]]).__name__} without a forward of its "
+                    f"own; name the modules in it."
                 )
             chosen |= found
     return ["", *(name for name in modules if name in chosen and name)]

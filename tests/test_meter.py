@@ -1,0 +1,151 @@
+"""The meter and the profile: bytes against closed forms from the paper and from shapes, and steadiness over steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+import onecopy
+
+WIDTH = 64
+
+
+class Net(nn.Module):
+    """Equal blocks between a small entry and head. Sizes are multiples of 8, so nothing is padded but at slices' ends."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.entry = nn.Linear(16, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).float().square().mean()
+
+
+BLOCK = WIDTH * WIDTH + WIDTH
+ROOT = 16 * WIDTH + WIDTH + WIDTH * 8 + 8
+
+
+def _batch(rank: int) -> Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+
+
+def _sizes(rank: int, stage: int, depth: int, steps: int = 2) -> dict[str, dict[str, int]]:
+    torch.manual_seed(0)
+    model = onecopy.shard(Net(depth), stage, precision="bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    meter = onecopy.meter(model)
+    states = []
+    for _ in range(steps):
+        meter.reset_peaks()
+        model(_batch(rank)).backward()
+        optimizer.step()
+        # Gradients are still there: this is when a rank holds all of its model states.
+        held = dict(meter.live)
+        optimizer.zero_grad()
+        states.append(dict(meter.live))
+    highest = {c: max(peak[c] for peak in meter.peaks.values()) for c in meter.live}
+    return {"held": held, "highest": highest, "last": states[-1], "earlier": states[-2]}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> None:
+    """Oracle: ZeRO §3.1 and §5, with gradients of 4 bytes where the paper has 2, for they are summed in fp32.
+
+    fp32 masters and AdamW's two moments are the paper's K = 12; whole bf16 parameters are its 2Ψ.
+    """
+    depth = 6
+    psi = ROOT + depth * BLOCK
+    shards = 1 if stage == 0 else num_ranks
+    for got in run_ranks(num_ranks, _sizes, stage, depth):
+        held = got["held"]
+        assert held["parameters_sliced"] + held["optimizer"] == pytest.approx(12 * psi / shards, rel=0.01)
+        assert held["gradients_sliced"] == pytest.approx(4 * psi / shards, rel=0.01)
+        assert held["parameters_gathered"] == (pytest.approx(2 * psi, rel=0.01) if stage < 3 else 0)
+        total = sum(v for c, v in held.items() if c not in ("communication", "activations"))
+        paper = 16 * psi / num_ranks if stage == 3 else 2 * psi + 16 * psi / shards
+        assert total == pytest.approx(paper, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_windows_do_not_grow_with_depth(stage: int) -> None:
+    """Oracle: shapes. The root, the unit that computes and the one gathered ahead; one unit's gradients coming, two going."""
+    shallow, deep = (run_ranks(2, _sizes, stage, depth)[0]["highest"] for depth in (4, 12))
+    if stage == 3:
+        # Each of the three may be padded by less than 8 elements a rank.
+        assert 0 <= deep["parameters_gathered"] - 2 * (ROOT + 2 * BLOCK) < 3 * 2 * 8 * 2
+    bound = 2 * (BLOCK + 2 * max(BLOCK, ROOT) + ROOT)
+    assert 0 < deep["gradients_whole"] <= bound
+    assert deep["gradients_whole"] == shallow["gradients_whole"]
+    assert deep["communication"] == shallow["communication"] > 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_grows_after_the_second_step(stage: int) -> None:
+    for got in run_ranks(2, _sizes, stage, 4, 5):
+        assert got["last"] == got["earlier"]
+
+
+class _Storages:
+    """The oracle of activations: distinct storages that autograd saves for a plain model, parameters left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._found: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._parameters:
+            self._found[address] = tensor
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
+
+
+def _profiled(rank: int, stage: int, folder: Path) -> tuple[int, int, dict[str, object]]:
+    torch.manual_seed(0)
+    plain = Net(4)
+    saved = _Storages(plain)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        plain(_batch(rank)).backward()
+    torch.manual_seed(0)
+    model = onecopy.shard(Net(4), stage)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        with onecopy.profile(model) as seen:
+            model(_batch(rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    path = folder / f"rank-{rank}.json"
+    seen.save(path, step=2)
+    left = int(seen.memory[-1]["activations"])
+    assert left == 0, "autograd has let go of everything"
+    return saved.nbytes, int(max(sample["activations"] for sample in seen.memory)), json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_profile_sees_plain_pytorchs_activations_and_the_ledgers_bytes(stage: int, tmp_path: Path) -> None:
+    """Oracles: storages saved for the plain model; the paper's volume 2Ψ or 3Ψ for the events' bytes."""
+    psi = ROOT + 4 * BLOCK
+    for expected, found, content in run_ranks(2, _profiled, stage, tmp_path):
+        assert found == expected
+        events = content["events"]
+        assert isinstance(events, list)
+        sent = sum(event["bytes"] for event in events)
+        assert sent == pytest.approx((3 if stage == 3 else 2) * psi * 4 / 2, rel=0.01)
+        assert all(event["start"] <= event["end"] for event in events)
+        units = {event["unit"] for event in events if event["lane"] == "compute" and event["phase"] == "backward"}
+        assert units == {"", *(f"blocks.{i}" for i in range(4))}
+        assert (content["step"], content["stage"], content["ranks"]) == (2, stage, 2)
