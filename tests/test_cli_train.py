@@ -136,10 +136,12 @@ def test_own_ranks_from_a_config_file(tmp_path: Path) -> None:
     assert len(summary["peak_memory"]) == 2
     assert {path.name.split(".")[0] for path in directory.iterdir()} == {
         "config",
+        "machine",
         "metrics",
         "summary",
         "events",
         "tokenizer",
+        "trace",
     }
     resolved = tomllib.loads((directory / "config.toml").read_text())
     assert resolved["parallel"] | {"ranks": 2, "device": "cpu", "accumulate": 2} == resolved["parallel"]

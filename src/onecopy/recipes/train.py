@@ -24,6 +24,7 @@ from onecopy.recipes.schedule import build_optimizer, build_schedule
 from onecopy.recipes.settings import dump
 from onecopy.recipes.stop import StopRequest
 from onecopy.recipes.world import World
+from onecopy.report.machine import write_machine
 
 
 def train(config: Config, world: World) -> bool:
@@ -106,6 +107,7 @@ def _enter_run_directory(config: Config, world: World) -> tuple[Config, Path]:
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": str(directory)})})
     if world.rank == 0:
         (directory / "config.toml").write_text(dump(config), encoding="utf-8")
+        write_machine(directory, world.device)
     return config, directory
 
 

@@ -29,7 +29,9 @@ function drawMemorySteps() {
     stacks: steps,
     categories: steps.length ? data.categories : [],
     hidden: chosen.categories,
-    x: range(all),
+    x: [all[0][0] - 0.5, all.at(-1)[0] + 0.5],
+    end: all.at(-1)[0] + 0.5,
+    lead: 0.5,
     xWords: plain,
     name: "Memory over the steps",
     title: (step) => `step ${plain(step)}`,
@@ -58,7 +60,6 @@ function drawMemoryStep() {
     xWords: inUnits(TIMES, whole()[1]),
     name: `Memory within the step, ${which}`,
     title: (time) => `rank ${trace.rank}, ${duration(time)}`,
-    stairs: true,
     mark: at,
     zoom,
   });

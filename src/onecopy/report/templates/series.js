@@ -64,13 +64,15 @@ function drawCurve(host, given) {
   });
 }
 
-// Stacked areas. `given`: stacks ([x, sizes]), categories, hidden, x, xWords, name, title(x); and where wanted: stairs
-// (a size holds until the next), line (points of a dashed line), lineName, mark (an x), zoom.
+// Stacked areas; a size holds until the next. `given`: stacks ([x, sizes]), categories, hidden, x, end (of the last size),
+// xWords, name, title(x); and where wanted: lead (how far before its x a size begins; the cursor then snaps to each x),
+// line (points of a dashed line), lineName, mark (an x), zoom.
 function drawStack(host, given) {
   const shown = given.categories.map((category, place) => ({ ...category, place })).filter(({ key }) => !given.hidden.has(key));
   const { stacks } = given;
   const line = given.line ?? [];
   const total = ([, sizes]) => shown.reduce((sum, { place }) => sum + sizes[place], 0);
+  const lead = given.lead ?? 0;
   const visible = stacks.filter(([x], place) => x <= given.x[1] && (stacks[place + 1]?.[0] ?? Infinity) >= given.x[0]);
   const high = Math.max([...visible.map(total), ...present(line).map(([, y]) => y)].reduce((a, b) => Math.max(a, b), 0), 1);
   const color = (key) => `var(--c-${key}, var(--c-other))`;
@@ -88,7 +90,7 @@ function drawStack(host, given) {
       for (const { key, label, place } of shown) {
         const above = below.map((base, at) => base + stacks[at][1][place]);
         const path = svg("path", {
-          d: `${edge(stacks, above, X, Y, given)}${edge(stacks, below, X, Y, given, true)}Z`,
+          d: `M${edge(stacks, above, X, Y, given.end, lead)}L${edge(stacks, below, X, Y, given.end, lead, true)}Z`,
           style: `fill: ${color(key)}`,
           "data-category": key,
         });
@@ -102,28 +104,20 @@ function drawStack(host, given) {
     tip(x) {
       const source = stacks.length ? stacks : line;
       if (!source.length) return null;
-      const place = given.stairs ? Math.max(0, placeBefore(source, x, ([at]) => at)) : nearest(source, x, ([at]) => at);
-      const at = source[place][0];
+      const place = Math.max(0, placeBefore(source, x + lead, ([start]) => start));
+      const at = lead ? source[place][0] : x;
       const rows = stacks.length ? shown.map((one) => [color(one.key), one.label, bytes(stacks[place][1][one.place])]).reverse() : [];
       if (shown.length > 1) rows.push(["transparent", "together", bytes(total(stacks[place]))]);
       const outline = line.find(([step]) => step === at);
       if (outline) rows.push(["var(--ink)", given.lineName, bytes(outline[1] ?? 0)]);
-      return { at: given.stairs ? x : at, title: given.title(given.stairs ? x : at), rows };
+      return { at, title: given.title(at), rows };
     },
   });
 }
 
-// One edge of an area: along the tops from left to right, or back along the bottoms.
-function edge(stacks, heights, X, Y, given, back = false) {
-  const corners = [];
-  stacks.forEach(([x], at) => {
-    if (given.stairs && at) corners.push([x, heights[at - 1]]);
-    corners.push([x, heights[at]]);
-  });
-  // The last size holds to the end; the only one fills the frame.
-  if (given.stairs && corners.length) corners.push([given.end, heights.at(-1)]);
-  if (!given.stairs && corners.length === 1) corners.splice(0, 1, ...given.x.map((x) => [x, heights[0]]));
+// One edge of an area, a stair: along the tops from left to right, or back along the bottoms.
+function edge(stacks, heights, X, Y, end, lead, back = false) {
+  const corners = stacks.flatMap(([x], at) => [[x - lead, heights[at]], [stacks[at + 1] ? stacks[at + 1][0] - lead : end, heights[at]]]);
   const points = corners.map(([x, y]) => `${X(x).toFixed(1)} ${Y(y).toFixed(1)}`);
-  if (back) points.reverse();
-  return `${back ? "L" : "M"}${points.join("L")}`;
+  return (back ? points.reverse() : points).join("L");
 }
