@@ -402,7 +402,8 @@ def main() -> None:
     ]
     parameters = count_parameters(work.shape)
     if options.json:
-        document = {"options": vars(options), "parameters": parameters, "measured": [asdict(one) for one in found]}
+        asked = {name: value for name, value in vars(options).items() if name != "json"}
+        document = {"options": asked, "parameters": parameters, "measured": [asdict(one) for one in found]}
         Path(options.json).write_text(json.dumps(document, indent=1) + "\n")
     for precision in options.precision:
         print(f"Bytes a rank and step, {precision}: sent / paper = ratio, in units of Ψ(N-1)/N, Ψ = {parameters:,}")

@@ -26,6 +26,11 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
+import onecopy
+
+# The package's names load at their first use.
+assert all(getattr(onecopy, name) for name in onecopy.__all__)
+
 torch.set_num_threads(1)
 
 

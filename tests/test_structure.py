@@ -72,7 +72,8 @@ def _train_branches(rank: int, num_ranks: int, stage: int, routes: list[list[lis
         pytest.param([[[0, 1], [1, 0]]] * 3, id="the same units in another order"),
         pytest.param([[[0, 1, 2], []], [[], [3]], [[2], [2]]], id="changing from step to step"),
         pytest.param([[[0, 1, 2, 3], [0, 1, 2, 3]], [[3], [0]], [[1, 2], [2]]], id="fewer than in the first step"),
-        pytest.param([[[0], [0]], [[3, 2], [1]], [[0, 0, 3], [1, 2]]], id="more than in the first step"),
+        pytest.param([[[0], [0]], [[3, 2], [1]], [[0, 3], [1, 2]]], id="more than in the first step"),
+        pytest.param([[[0, 1]], [[0, 0, 2]], [[2, 0, 2, 1]]], id="some twice on every rank"),
     ],
 )
 def test_units_that_only_some_ranks_data_visits_train_like_twin(

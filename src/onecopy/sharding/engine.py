@@ -26,7 +26,7 @@ from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
 from onecopy.sharding.buffers import broadcast_buffers
-from onecopy.sharding.order import GatherOrder, agree_order, any_rank
+from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
 from onecopy.sharding.tensors import iterate_tensors, replace_tensors
 from onecopy.sharding.unit import Passage, Unit, Visit
@@ -121,19 +121,17 @@ class Engine:
             learn=self._learn_backward if backward else self._learn_forward,
         )
 
-    def _learn_forward(self, seen: list[Unit]) -> list[Unit]:
+    def _learn_forward(self, seen: list[Unit]) -> AgreedOrder:
         order = agree_order(self.mesh, self.units, seen, self.units)
-        expected = [unit for unit in self.units if unit.buckets]
-        self._reducer.dynamic = any_rank(self.mesh, seen != order or len(set(seen)) != len(expected))
-        self._forward.deviated = False
+        first = [unit for unit in order.units if unit not in order.optional]
+        self._reducer.dynamic = any_rank(self.mesh, seen != first)
         return order
 
-    def _learn_backward(self, seen: list[Unit]) -> list[Unit]:
+    def _learn_backward(self, seen: list[Unit]) -> AgreedOrder:
         # Where forward came and backward did not, no gradient is needed; where the first rank's data skipped a unit
         # in forward, another rank's may not have.
         skipped = [unit for unit in self.units if unit.gradients and unit not in self._visited]
-        self._backward.deviated = False
-        return agree_order(self.mesh, self.units, seen, agree_order(self.mesh, self.units, skipped, ()))
+        return agree_order(self.mesh, self.units, seen, agree_order(self.mesh, self.units, skipped, ()).units)
 
     # --- forward
 
@@ -152,7 +150,10 @@ class Engine:
             if unit.unrecorded:
                 unit.unrecorded -= 1
                 self._unrecorded -= 1
-            unit.start_gather(backward=True)
+            if visit is not None:
+                visit.began = True
+            if not unit.is_whole or self._backward.is_ahead(unit):
+                self._backward.visit(unit)
             unit.finish_gather()
         else:
             if self._in_backward:
@@ -205,7 +206,7 @@ class Engine:
             return None
         passage = unit.passages.pop()
         torch.set_autocast_cache_enabled(passage.autocast_cache)
-        if not unit.passages:
+        if not unit.is_computing:
             unit.show_sliced()
         # A forward that raised comes here too, without an output.
         failed = output is None
@@ -259,6 +260,8 @@ class Engine:
         self._enter_backward()
         if unit.buckets:
             self._backward.visit(unit)
+            # For activation checkpoints inside of the unit, which recompute without calling it.
+            unit.show_whole()
         visit.time = perf_counter()
 
     def _after_backward(self, unit: Unit, visit: Visit) -> None:
@@ -286,6 +289,8 @@ class Engine:
     def _end_visit(self, unit: Unit, visit: Visit) -> None:
         visit.ended = True
         self._record(unit, visit, "backward")
+        if not unit.is_computing:
+            unit.show_sliced()
         if self.stage.shards_parameters and not unit.in_use:
             unit.release()
 
@@ -304,6 +309,7 @@ class Engine:
             for visit in unit.visits:
                 visit.ended = visit.ended or visit.began
                 visit.began = False
+            unit.show_sliced()
             if self.stage.shards_parameters:
                 unit.release()
         self._visited.clear()

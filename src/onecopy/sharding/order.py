@@ -7,6 +7,7 @@ part in that unit's collective when it comes past it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,19 @@ from onecopy.comm.mesh import Mesh
 from onecopy.sharding.unit import Unit
 
 _ORDER_TAG = 14
+
+
+@dataclass(frozen=True)
+class AgreedOrder:
+    """An order that all ranks know.
+
+    Attributes:
+        units: in that order; a unit that is visited twice stands twice.
+        optional: those among them that the first rank did not visit in the pass from which the order was taken.
+    """
+
+    units: list[Unit]
+    optional: frozenset[Unit]
 
 
 class GatherOrder:
@@ -37,17 +51,17 @@ class GatherOrder:
         backward: bool,
         prefetch: int,
         release_passed: bool,
-        learn: Callable[[list[Unit]], list[Unit]],
+        learn: Callable[[list[Unit]], AgreedOrder],
     ) -> None:
         self._backward = backward
         self._prefetch = prefetch
         self._release_passed = release_passed
-        self._learn: Callable[[list[Unit]], list[Unit]] | None = learn
+        self._learn: Callable[[list[Unit]], AgreedOrder] | None = learn
         self._seen: list[Unit] = []
         self._passed: list[Unit] = []
         self._position = 0
         self.deviated = False
-        self._set_order(units)
+        self._set_order(AgreedOrder(list(units), frozenset()))
 
     def begin(self) -> None:
         """A pass begins."""
@@ -58,11 +72,11 @@ class GatherOrder:
     def visit(self, unit: Unit) -> None:
         """Make ``unit`` whole, take part in what lies between, and begin to gather what comes next."""
         position = self._find(unit)
-        if position is None:
-            self.deviated = True
-        else:
+        if position is not None:
             self._start_until(position)
             self._position = position + 1
+        if (position is None and not unit.is_whole) or unit in self._optional:
+            self._note_deviation()
         for passed in self._passed:
             passed.finish_gather()
         unit.start_gather(backward=self._backward)
@@ -72,6 +86,10 @@ class GatherOrder:
                 following.start_gather(backward=self._backward)
         if self._learn is not None:
             self._seen.append(unit)
+
+    def is_ahead(self, unit: Unit) -> bool:
+        """Whether the pass is still to come to ``unit``."""
+        return self._last.get(unit, -1) >= self._position
 
     def take_part(self, unit: Unit) -> None:
         """Begin the gathers up to ``unit``'s, if this rank's data has not led to them.
@@ -96,16 +114,16 @@ class GatherOrder:
             learn, self._learn = self._learn, None
             self._set_order(learn(self._seen))
 
-    def _set_order(self, units: Sequence[Unit]) -> None:
-        self._units = list(units)
+    def _set_order(self, order: AgreedOrder) -> None:
+        self._units = order.units
+        self._optional = order.optional
         self._last = {unit: position for position, unit in enumerate(self._units)}
 
     def _find(self, unit: Unit) -> int | None:
         """The unit's place ahead in the order; None if it is not ahead, or already whole from having been passed by."""
-        last = self._last.get(unit, -1)
-        if last >= self._position:
+        if self.is_ahead(unit):
             return self._units.index(unit, self._position)
-        if last < 0 or self._position < len(self._units) or unit.is_whole:
+        if unit not in self._last or self._position < len(self._units) or unit.is_whole:
             return None
         # A second pass: several forwards came before this backward.
         self._position = 0
@@ -114,19 +132,24 @@ class GatherOrder:
     def _start_until(self, stop: int) -> None:
         """Take part for the sake of others. What is gathered stays: this rank's data may come to it later."""
         for unit in self._units[self._position : stop]:
-            self.deviated = True
+            if unit not in self._optional:
+                self._note_deviation()
             unit.start_gather(backward=self._backward)
             self._passed.append(unit)
         self._position = max(self._position, stop)
 
+    def _note_deviation(self) -> None:
+        """Until an order is agreed there is nothing to deviate from."""
+        self.deviated = self.deviated or self._learn is None
 
-def agree_order(mesh: Mesh, units: Sequence[Unit], seen: Sequence[Unit], expected: Sequence[Unit]) -> list[Unit]:
+
+def agree_order(mesh: Mesh, units: Sequence[Unit], seen: Sequence[Unit], expected: Sequence[Unit]) -> AgreedOrder:
     """The first rank's order, with each of ``expected`` that it lacks put after its predecessor in ``units``.
 
     Args:
         units: all units, in the order that every rank knows from the model.
         seen: what this rank visited.
-        expected: units that some rank may visit.
+        expected: units that some rank may visit, now or later.
     """
     if mesh.size > 1:
         number = {unit: index for index, unit in enumerate(units)}
@@ -138,12 +161,12 @@ def agree_order(mesh: Mesh, units: Sequence[Unit], seen: Sequence[Unit], expecte
         _broadcast(mesh, numbers)
         seen = [units[index] for index in numbers.tolist()]
     order = list(seen)
-    for unit in expected:
-        if unit not in order:
-            before = [other for other in units[: units.index(unit)] if other in order]
-            place = order.index(before[-1]) + 1 if before else 0
-            order.insert(place, unit)
-    return order
+    optional = [unit for unit in expected if unit not in order]
+    for unit in optional:
+        before = [other for other in units[: units.index(unit)] if other in order]
+        place = order.index(before[-1]) + 1 if before else 0
+        order.insert(place, unit)
+    return AgreedOrder(order, frozenset(optional))
 
 
 def any_rank(mesh: Mesh, flag: bool) -> bool:

@@ -108,7 +108,7 @@ class Reducer:
             gradients.reopen()
         if not self._agreed and self._finished:
             self._agreed = True
-            self._order = agree_order(self._mesh, self._units, self._finished, self._order)
+            self._order = agree_order(self._mesh, self._units, self._finished, self._order).units
 
     def settle(self) -> None:
         """Finish the messages that nobody had to wait for."""

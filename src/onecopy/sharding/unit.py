@@ -87,9 +87,14 @@ class Unit:
         return sum(bucket.changes for bucket in self.buckets)
 
     @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward runs through the unit now."""
+        return bool(self.passages) or any(visit.began and not visit.ended for visit in self.visits)
+
+    @property
     def in_use(self) -> bool:
         """Whether a forward or a backward runs through the unit now, or may at any moment."""
-        return bool(self.passages) or self.holds or any(visit.began and not visit.ended for visit in self.visits)
+        return self.holds or self.is_computing
 
     @property
     def is_whole(self) -> bool:

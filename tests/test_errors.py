@@ -1,0 +1,458 @@
+"""Every misuse is a clear error at once, on every rank alike; never a crash, a hang or a silently wrong number.
+
+The oracle is the issue's list of errors: each message must name what is wrong and what to do instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Stack, seeded, vector_batches
+from oracle import OPTIMIZERS, part, train
+from ranks import RankError, run_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, AdamW
+
+import onecopy
+from onecopy.errors import (
+    CollectiveTimeout,
+    MismatchError,
+    NeedsWholeError,
+    OnecopyError,
+    SettingsError,
+    UsageError,
+)
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def _stack() -> Stack:
+    return seeded(Stack)  # type: ignore[no-any-return]
+
+
+def _step(model: nn.Module, rank: int, num_ranks: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, [part(vector_batches(1)[0], rank, num_ranks)])
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"stage": 4}, ["stage", "4"]),
+        ({"stage": -1}, ["stage", "-1"]),
+        ({"stage": "3"}, ["stage", "'3'"]),
+        ({"stage": True}, ["stage", "True"]),
+        ({"stage": 2, "precision": "bf32"}, ["bf32", "bf16"]),
+        ({"stage": 2, "precision": torch.int8}, ["precision"]),
+        ({"stage": 2, "accumulate": 0}, ["accumulate", "0"]),
+        ({"stage": 2, "accumulate": 1.5}, ["accumulate", "1.5"]),
+        ({"stage": 2, "prefetch": -1}, ["prefetch", "-1"]),
+        ({"stage": 2, "units": "blocks"}, ["units", "blocks"]),
+        ({"stage": 2, "units": ["blocks.7"]}, ["units", "blocks.7"]),
+        ({"stage": 2, "units": [nn.Conv2d]}, ["units", "Conv2d"]),
+        ({"stage": 2, "units": [nn.Linear(2, 2)]}, ["units"]),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: list[str]) -> None:
+    """A ValueError before any work starts; the model is left as it was."""
+
+    def run(rank: int) -> str:
+        model = _stack()
+        before = list(model.parameters())
+        with pytest.raises(SettingsError) as caught:
+            onecopy.shard(model, **settings)
+        assert isinstance(caught.value, ValueError)
+        assert isinstance(caught.value, OnecopyError)
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        return str(caught.value)
+
+    (message,) = run_ranks(1, run, group=False)
+    assert all(word in message for word in words), message
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    def run(rank: int) -> None:
+        with pytest.raises(TypeError, match="shard_everything"):
+            onecopy.shard(_stack(), 2, shard_everything=True)  # type: ignore[call-arg]
+
+    run_ranks(1, run, group=False)
+
+
+@pytest.mark.parametrize("value", [torch.int32, "bf16", 16])
+def test_a_precision_that_is_no_floating_dtype_is_named(value: Any) -> None:
+    with pytest.raises(SettingsError, match=r"Precision\.reduce"):
+        onecopy.Precision(reduce=value)
+
+
+@pytest.mark.parametrize("names", [None, ("dp",), ("replicate", "tensor")])
+def test_a_mesh_with_other_axes_is_refused(names: tuple[str, ...] | None) -> None:
+    def run(rank: int) -> None:
+        shape = (1, 2) if names and len(names) == 2 else (2,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        with pytest.raises(SettingsError, match="shard.*replicate"):
+            onecopy.shard(_stack(), 2, mesh=mesh)
+
+    run_ranks(2, run)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    def run(rank: int) -> None:
+        with pytest.raises(SettingsError, match="no parameters"):
+            onecopy.shard(nn.Tanh(), 2)
+
+    run_ranks(1, run, group=False)
+
+
+# --- what cannot be done to a sharded model
+
+
+@STAGES
+@pytest.mark.parametrize("which", ["the model", "a block", "a parent"])
+def test_sharding_twice_is_refused(which: str, stage: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        again: nn.Module = {
+            "the model": model,
+            "a block": model.blocks[0],
+            "a parent": nn.Sequential(nn.Linear(2, 2), model),
+        }[which]
+        with pytest.raises(UsageError, match="sharded already"):
+            onecopy.shard(again, stage)
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@STAGES
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
+def test_copying_a_sharded_model_is_refused(duplicate: Callable[[Any], Any], stage: int) -> None:
+    """A shallow copy would share its parameters with the engine of another model; deepcopy and pickle, half of them."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        if duplicate is copy.copy:
+            # Legal in torch and harmless as long as nobody calls it as if it were sharded by itself.
+            assert copy.copy(model).head.weight is model.head.weight
+        else:
+            with pytest.raises(UsageError, match="shard"):
+                duplicate(model)
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "double": lambda model: model.double(),
+    "to(dtype)": lambda model: model.to(torch.bfloat16),
+    "to(device)": lambda model: model.to("meta"),
+    "to_empty": lambda model: model.to_empty(device="meta"),
+    "half of a block": lambda model: model.blocks[1].half(),
+}
+
+
+@STAGES
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_converting_a_sharded_model_is_refused(conversion: str, stage: int) -> None:
+    """And leaves it as it was: the next step trains."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with pytest.raises(UsageError, match=r"before onecopy\.shard"):
+            CONVERSIONS[conversion](model)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("conversion", ["float", "cpu", "to(float32)"])
+def test_conversions_that_change_nothing_are_allowed(conversion: str) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), 3)
+        before = list(model.parameters())
+        {"float": model.float, "cpu": model.cpu, "to(float32)": lambda: model.to(torch.float32)}[conversion]()
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@STAGES
+@pytest.mark.parametrize("before", [True, False], ids=["freezing", "unfreezing"])
+def test_requires_grad_flipped_after_sharding_is_named(before: bool, stage: int) -> None:
+    def run(rank: int) -> None:
+        model = _stack()
+        model.blocks[1].requires_grad_(before)
+        onecopy.shard(model, stage)
+        model.blocks[1].requires_grad_(not before)
+        with pytest.raises(UsageError, match=r"requires_grad.*blocks\.1\.0\.weight"):
+            _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@STAGES
+def test_a_parameter_replaced_after_sharding_is_named(stage: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        model.head.weight = nn.Parameter(torch.zeros(3, 10))
+        with pytest.raises(UsageError, match=r"head\.weight.*gathered"):
+            _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+USES: dict[str, Callable[[nn.Module], Any]] = {
+    "matmul": lambda m: torch.ones(2, 10) @ m.head.weight.t(),
+    "indexing": lambda m: m.head.weight[0],
+    "sum": lambda m: m.head.weight.sum(),
+    "item": lambda m: m.head.bias[0].item(),
+    "numpy": lambda m: m.head.weight.detach().numpy(),
+    "tolist": lambda m: m.head.bias.detach().tolist(),
+    "reshape": lambda m: m.head.weight.reshape(-1),
+    "cat": lambda m: torch.cat([p.flatten() for p in m.parameters()]),
+    "xavier": lambda m: nn.init.xavier_uniform_(m.head.weight.detach().view(3, 10)),
+    "equal": lambda m: torch.equal(m.head.weight, m.head.weight),
+    "functional": lambda m: F.linear(torch.ones(2, 10), m.head.weight, m.head.bias),
+    "norm along a dim": lambda m: m.head.weight.norm(dim=1),
+}
+
+
+@STAGES
+@pytest.mark.parametrize("use", USES)
+def test_reading_a_sliced_parameter_as_if_it_were_whole_is_refused(use: str, stage: int) -> None:
+    """At every stage, so that a loop that works at one works at all; the message names the parameter and the way."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with pytest.raises(NeedsWholeError, match=r"(head|blocks)\S*(weight|bias).*gathered"):
+            USES[use](model)
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+# --- optimizers
+
+
+@STAGES
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_first_step(optimizer: Any, stage: int) -> None:
+    def run(rank: int) -> None:
+        model = _stack()
+        made = optimizer(model.parameters(), lr=0.1)
+        onecopy.shard(model, stage)
+        with pytest.raises(UsageError, match=r"blocks\.0\.0\.weight.*optimizer="):
+            _step(model, rank, 2, made)
+
+    run_ranks(2, run)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    def run(rank: int) -> None:
+        with pytest.raises(UsageError, match="none of the model's parameters"):
+            onecopy.shard(_stack(), 2, optimizer=SGD(_stack().parameters(), lr=0.1))
+
+    run_ranks(2, run)
+
+
+@STAGES
+def test_a_step_in_the_middle_of_accumulation_is_refused(stage: int) -> None:
+    """Under no_sync stages 0 and 1 have kept gradients that nobody has reduced: stepping would use none of them."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        batch = part(vector_batches(1)[0], rank, 2)
+        with model.no_sync():
+            model(*batch).backward()
+        if stage < 2:
+            with pytest.raises(UsageError, match="reduce_gradients"):
+                optimizer.step()
+            with pytest.raises(UsageError, match="reduce_gradients"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model.reduce_gradients()
+        optimizer.step()
+
+    run_ranks(2, run)
+
+
+@STAGES
+def test_a_step_between_forward_and_backward_is_refused(stage: int) -> None:
+    """Autograd would refuse it in one process too ("modified by an inplace operation")."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        batch = part(vector_batches(1)[0], rank, 2)
+        model(*batch).backward()
+        loss = model(*batch)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="changed between|modified by an inplace"):
+            loss.backward()
+        optimizer.zero_grad()
+        _step(model, rank, 2, optimizer)
+
+    run_ranks(2, run)
+
+
+# --- ranks that do not agree
+
+
+def _another_shape(rank: int) -> dict[str, Any]:
+    return {"model": seeded(Stack, 10, 3) if rank != 1 else seeded(Stack, 12, 3), "stage": 2}
+
+
+def _more_layers(rank: int) -> dict[str, Any]:
+    return {"model": seeded(Stack, 10, 4 if rank == 1 else 3), "stage": 2}
+
+
+def _frozen(rank: int) -> dict[str, Any]:
+    model = _stack()
+    model.head.requires_grad_(rank != 1)
+    return {"model": model, "stage": 2}
+
+
+def _another_dtype(rank: int) -> dict[str, Any]:
+    return {"model": _stack().to(torch.float64 if rank == 1 else torch.float32), "stage": 2}
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (_another_shape, ["blocks.0.0.weight", "(20, 10)", "(24, 12)", "rank 0", "rank 1"]),
+        (_more_layers, ["rank 1"]),
+        (_frozen, ["head.weight", "requires_grad", "rank 1"]),
+        (_another_dtype, ["float64", "rank 1"]),
+        (lambda rank: {"model": _stack(), "stage": 3 if rank == 1 else 2}, ["stage=2", "stage=3", "rank 1"]),
+        (lambda rank: {"model": _stack(), "stage": 2, "accumulate": 1 + (rank == 1)}, ["accumulate=2", "rank 1"]),
+        (lambda rank: {"model": _stack(), "stage": 2, "prefetch": 1 + (rank == 1)}, ["prefetch=2", "rank 1"]),
+        (lambda rank: {"model": _stack(), "stage": 2, "precision": "bf16" if rank == 1 else None}, ["bfloat16", "rank 1"]),
+        (lambda rank: {"model": _stack(), "stage": 2, "broadcast_buffers": rank == 1}, ["broadcast_buffers", "rank 1"]),
+        (lambda rank: {"model": _stack(), "stage": 2, "units": [nn.Linear] if rank == 1 else "auto"}, ["unit", "rank 1"]),
+    ],
+    ids=["shape", "layers", "frozen", "dtype", "stage", "accumulate", "prefetch", "precision", "buffers", "units"],
+)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_given_different_things_are_told_the_first_difference(
+    make: Callable[[int], dict[str, Any]], words: list[str], num_ranks: int
+) -> None:
+    """Raised on every rank, at shard(), with the same difference named."""
+
+    def run(rank: int) -> str:
+        with pytest.raises(MismatchError) as caught:
+            onecopy.shard(**make(rank))
+        return str(caught.value)
+
+    messages = run_ranks(num_ranks, run)
+    assert len(set(messages)) == 1
+    assert all(word in messages[0] for word in words), messages[0]
+
+
+@STAGES
+def test_a_rank_that_runs_fewer_backwards_is_named_by_the_others(stage: int) -> None:
+    """A time-out, not a hang: the others name the collective, its unit and the rank that is missing, and all end."""
+
+    def run(rank: int) -> str:
+        model = onecopy.shard(_stack(), stage)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        _step(model, rank, 3, optimizer)
+        loss = model(*part(vector_batches(1)[0], rank, 3))
+        if rank == 2:
+            time.sleep(6)
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            loss.backward()
+        return str(caught.value)
+
+    start = time.monotonic()
+    first, second, _ = run_ranks(3, run, group_timeout=2.0)
+    assert time.monotonic() - start < 20
+    for message in (first, second):
+        assert "all_reduce" in message if stage == 0 else "reduce_scatter" in message or "all_gather" in message
+        assert "rank 2" in message
+        assert any(unit in message for unit in ("blocks.0", "blocks.1", "blocks.2", "(root)")), message
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_that_runs_fewer_forwards_is_named_by_the_others(stage: int) -> None:
+    def run(rank: int) -> str:
+        model = onecopy.shard(_stack(), stage)
+        _step(model, rank, 2)
+        if rank == 1:
+            time.sleep(5)
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            model(*part(vector_batches(1)[0], rank, 2))
+        return str(caught.value)
+
+    message, _ = run_ranks(2, run, group_timeout=2.0)
+    assert "all_gather" in message
+    assert "rank 1" in message
+
+
+def test_a_rank_that_dies_is_named_and_no_process_is_left() -> None:
+    """The survivors raise at once (gloo sees the closed connection) instead of waiting for the time limit."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), 3)
+        _step(model, rank, 3)
+        if rank == 1:
+            raise MemoryError("on purpose")
+        start = time.monotonic()
+        try:
+            _step(model, rank, 3)
+        except OnecopyError as error:
+            assert "rank 1" in str(error), str(error)
+            assert time.monotonic() - start < 5
+            raise
+        raise AssertionError("a step without rank 1 went through")
+
+    with pytest.raises(RankError, match="on purpose") as caught:
+        run_ranks(3, run)
+    assert "AssertionError" not in str(caught.value)
+
+
+class Looping(nn.Module):
+    """Calls a block as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.blocks[0](x)
+        return self.blocks[2](self.blocks[1](x)).square().mean()
+
+
+def test_a_block_called_in_different_numbers_by_rank_trains_or_times_out_by_name() -> None:
+    """What must not be is a hang without a name or a wrong number."""
+
+    def run(rank: int) -> str:
+        model, twin = onecopy.shard(seeded(Looping), 3), seeded(Looping)
+        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):
+            try:
+                found = model(x, 1 + 2 * rank)
+                found.backward()
+            except OnecopyError as error:
+                return str(error)
+        assert torch.allclose(found, twin(x, 1 + 2 * rank))
+        return ""
+
+    for message in run_ranks(2, run, group_timeout=2.0):
+        assert message == "" or ("blocks." in message and "rank" in message)
