@@ -85,18 +85,27 @@ class DirectExchange:
     def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         slices = whole.chunk(peers.size)
         mine = slices[peers.rank]
+        others = list(peers.others())
         with self._staging.borrow(peers.size - 1, mine.numel(), whole.dtype, whole.device) as staged:
-            step = staged.shape[1]
+            # Two pieces are staged at a time: one that is summed, one that arrives.
+            step, banks = staged.shape[2], len(staged)
             pieces = [(start, min(start + step, mine.numel())) for start in range(0, mine.numel(), step)]
-            sends = [
-                _send(peers, slices[peer][start:stop], peer, tag) for start, stop in pieces for peer in peers.others()
-            ]
-            for start, stop in pieces:
-                rows = {peer: staged[i, : stop - start] for i, peer in enumerate(peers.others())}
-                posted = [_receive(peers, row, peer, tag) for peer, row in rows.items()]
-                yield posted if stop < mine.numel() else posted + sends
-                rows[peers.rank] = mine[start:stop]
-                _mean_in_rank_order([rows[rank] for rank in range(peers.size)], out[start:stop])
+            sends = [_send(peers, slices[peer][start:stop], peer, tag) for start, stop in pieces for peer in others]
+            arriving: list[list[Posted]] = []
+
+            def receive(number: int) -> None:
+                rows = staged[number % banks, :, : pieces[number][1] - pieces[number][0]]
+                arriving.append([_receive(peers, row, peer, tag) for peer, row in zip(others, rows, strict=True)])
+
+            for number in range(min(banks, len(pieces))):
+                receive(number)
+            for number, (start, stop) in enumerate(pieces):
+                yield arriving[number] + (sends if stop == mine.numel() else [])
+                terms = dict(zip(others, staged[number % banks, :, : stop - start], strict=True))
+                terms[peers.rank] = mine[start:stop]
+                _mean_in_rank_order([terms[rank] for rank in range(peers.size)], out[start:stop])
+                if number + banks < len(pieces):
+                    receive(number + banks)
 
     def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
         mean = torch.empty_like(whole[: whole.numel() // peers.size])

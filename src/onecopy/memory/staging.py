@@ -32,12 +32,18 @@ class Staging:
 
     @contextmanager
     def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-        """A buffer of ``rows`` rows, each of ``numel`` elements or as many as the limit allows (at least one)."""
-        columns = max(1, min(numel, self._limit // (rows * dtype.itemsize)))
-        needed = rows * columns * dtype.itemsize
+        """A buffer of shape (banks, ``rows``, columns).
+
+        One bank of ``numel`` columns where the limit allows; otherwise two banks of as many as it allows (at least
+        one), so that one can be filled while the other is read.
+        """
+        banks, columns = 1, numel
+        if rows * numel * dtype.itemsize > self._limit:
+            banks, columns = 2, max(1, min(numel, self._limit // (2 * rows * dtype.itemsize)))
+        needed = banks * rows * columns * dtype.itemsize
         buffer = self._take(needed, device)
         try:
-            yield buffer[:needed].view(dtype).view(rows, columns)
+            yield buffer[:needed].view(dtype).view(banks, rows, columns)
         finally:
             self._idle.append(buffer)
 

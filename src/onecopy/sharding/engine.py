@@ -307,8 +307,8 @@ class Engine:
             unit.holds = unit.finished = False
             unit.unrecorded = self._unrecorded = 0
             for visit in unit.visits:
-                visit.ended = visit.ended or visit.began
-                visit.began = False
+                # A graph that was retained may run backward again.
+                visit.began = visit.ended = False
             unit.show_sliced()
             if self.stage.shards_parameters:
                 unit.release()

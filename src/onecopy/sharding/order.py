@@ -77,13 +77,14 @@ class GatherOrder:
             self._position = position + 1
         if (position is None and not unit.is_whole) or unit in self._optional:
             self._note_deviation()
-        for passed in self._passed:
-            passed.finish_gather()
         unit.start_gather(backward=self._backward)
-        unit.finish_gather()
         if position is not None:
+            # Before waiting: a link between two gathers must not stand idle.
             for following in self._units[position + 1 : position + 1 + self._prefetch]:
                 following.start_gather(backward=self._backward)
+        for passed in self._passed:
+            passed.finish_gather()
+        unit.finish_gather()
         if self._learn is not None:
             self._seen.append(unit)
 

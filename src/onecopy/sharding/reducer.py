@@ -1,7 +1,6 @@
 """Reducer: sends units' gradients in one order, a few at a time, and installs the results.
 
-While one unit computes, the gradients of the one before are on the wire: at most `_UNDERWAY` reduces run at once, so
-whole gradients never pile up. Which parameters no rank used is agreed in one small message per backward, because a
+While one unit computes, the gradients of the two before are on the wire and no more, so whole gradients never pile up. Which parameters no rank used is agreed in one small message per backward, because a
 parameter that one process would leave without a gradient must have none here.
 """
 
@@ -18,7 +17,8 @@ from onecopy.sharding.gradients import Gradients
 from onecopy.sharding.order import agree_order
 from onecopy.sharding.unit import Unit
 
-_UNDERWAY: Final = 2
+_UNDERWAY: Final = 3
+"""Most units on the wire. One whose reduce takes several waits (a large one; stage 0) may stay beside the latest two."""
 
 
 class Reducer:
@@ -83,7 +83,7 @@ class Reducer:
             return
         while self._next < len(self._order):
             head = self._order[self._next]
-            if not head.finished and (head in visited or head.awaits_backward):
+            if not head.finished and (head in visited or head.unrecorded or head.visits):
                 break
             self._send(head)
 
@@ -128,13 +128,12 @@ class Reducer:
     def _send(self, unit: Unit) -> None:
         self._next += 1
         self._before_wait(unit)
-        for earlier in [] if self.dynamic else list(self._underway):
+        # The latest is left alone: while this unit's messages are made, its own are on the wire.
+        for earlier in [] if self.dynamic else self._underway[:-1]:
             done = [gradients.advance_reduce() for gradients in earlier.gradients]
-            if all(done):
+            if all(done) or len(self._underway) > _UNDERWAY:
                 self._underway.remove(earlier)
                 self._complete(earlier)
-        while len(self._underway) >= _UNDERWAY and not self.dynamic:
-            self._complete(self._underway.pop(0))
         for gradients in unit.gradients:
             self._uses[gradients] = gradients.uses()
             gradients.start_reduce()

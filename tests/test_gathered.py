@@ -1,0 +1,296 @@
+"""Whole parameters on request: gathered, write, state_dict and load_state_dict, inside the block and outside it.
+
+The oracle is the plain model with the same seed, and torch's own copy, load and generate on it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train, whole_weights
+from ranks import everywhere, run_ranks
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import onecopy
+from onecopy.errors import UsageError
+
+
+def _stack() -> nn.Module:
+    return seeded(Stack)
+
+
+def _train(model: nn.Module, rank: int, num_ranks: int, steps: int = 2) -> None:
+    batches = [part(batch, rank, num_ranks) for batch in vector_batches(steps)]
+    train(model, OPTIMIZERS["sgd"](model.parameters()), batches)
+
+
+@everywhere
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_gathered_parameters_are_the_plain_ones(precision: str | None, stage: int, num_ranks: int) -> None:
+    """Plain `nn.Parameter`s in the master dtype, contiguous, and SlicedTensors again after the block."""
+
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), stage, precision=precision)
+        sliced = list(model.parameters())
+        with onecopy.gathered(model) as inside:
+            assert inside is model
+            for name, parameter in model.named_parameters():
+                assert type(parameter) is nn.Parameter
+                assert parameter.is_leaf
+                assert torch.equal(parameter, plain.get_parameter(name))
+        assert all(a is b for a, b in zip(model.parameters(), sliced, strict=True))
+        assert all(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_gathered_takes_a_module_a_parameter_or_several(stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        with onecopy.gathered(model.blocks[1]) as block:
+            assert torch.equal(block[0].weight, plain.blocks[1][0].weight)
+            assert isinstance(model.blocks[0][0].weight, onecopy.SlicedTensor)
+        with onecopy.gathered(model.head.bias) as bias:
+            assert torch.equal(bias, plain.head.bias)
+            assert model.head.bias is bias
+        with onecopy.gathered([model.head.weight, model.blocks[0][0].bias]) as (weight, bias):
+            assert torch.equal(weight, plain.head.weight)
+            assert torch.equal(bias, plain.blocks[0][0].bias)
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_gathered_sees_what_the_optimizer_wrote(stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        optimizers = [OPTIMIZERS["adamw-fused"](m.parameters()) for m in (plain, model)]
+        for batch in vector_batches(3):
+            train(plain, optimizers[0], [batch])
+            train(model, optimizers[1], [part(batch, rank, num_ranks)])
+            assert_same_weights(gathered_weights(model), whole_weights(plain))
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_writes_are_the_first_ranks_and_are_trained_on(stage: int, num_ranks: int) -> None:
+    """Every rank writes something else; rank 0's counts, on all of them, also for the forward that follows."""
+
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        model(*part(vector_batches(1)[0], rank, num_ranks))
+        with onecopy.gathered(model, write=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5 + rank)
+            model.blocks[2][0].weight[3] = rank
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(0.5)
+            plain.blocks[2][0].weight[3] = 0
+        assert_same_weights(gathered_weights(model), whole_weights(plain), atol=0)
+        _train(model, rank, num_ranks)
+        _train(plain, 0, 1)
+        assert_same_weights(gathered_weights(model), whole_weights(plain))
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+@pytest.mark.parametrize("initialise", [nn.init.xavier_uniform_, nn.init.orthogonal_, lambda w: nn.init.trunc_normal_(w)])
+def test_initialising_inside_gathered_equals_initialising_the_plain_model(
+    initialise: Callable[[Tensor], Any], stage: int, num_ranks: int
+) -> None:
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        torch.manual_seed(5)
+        initialise(plain.head.weight)
+        torch.manual_seed(5 + rank)
+        with onecopy.gathered(model.head, write=True):
+            initialise(model.head.weight)
+        assert torch.equal(gathered_weights(model)["head.weight"], plain.head.weight)
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_a_write_without_saying_so_is_an_error(stage: int, num_ranks: int) -> None:
+    """It would be lost, or differ from rank to rank. The model keeps its values and goes on."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with pytest.raises(UsageError, match="write=True"), onecopy.gathered(model), torch.no_grad():
+            model.head.weight.add_(1)
+        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
+        _train(model, rank, num_ranks)
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with pytest.raises(ZeroDivisionError), onecopy.gathered(model, write=True), torch.no_grad():
+            model.head.weight.zero_()
+            _ = 1 / 0
+        assert all(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
+        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
+        _train(model, rank, num_ranks)
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_generating_inside_gathered_equals_the_plain_model(stage: int, num_ranks: int) -> None:
+    """A loop of its own length on every rank, which would hang outside of it at stage 3."""
+
+    def generate(model: TinyGPT, length: int) -> list[int]:
+        tokens = torch.tensor([[3]])
+        with torch.no_grad():
+            for _ in range(length):
+                tokens = torch.cat([tokens, model.logits(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens[0].tolist()
+
+    def run(rank: int) -> None:
+        plain, model = seeded(TinyGPT), onecopy.shard(seeded(TinyGPT), stage)
+        with onecopy.gathered(model):
+            assert generate(model, 3 + rank) == generate(plain, 3 + rank)
+            assert torch.equal(model(*token_batches(1)[0]), plain(*token_batches(1)[0]))
+
+    run_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_gathered_refuses(stage: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with pytest.raises(UsageError, match="sharded"), onecopy.gathered(nn.Linear(2, 2)):
+            pass
+        with onecopy.gathered(model):
+            loss = model(*part(vector_batches(1)[0], rank, 2))
+            with pytest.raises(UsageError, match="gathered"):
+                loss.backward()
+        _train(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+# --- state_dict
+
+
+@everywhere
+def test_state_dict_has_the_plain_models_names_shapes_and_dtypes(stage: int, num_ranks: int) -> None:
+    """Outside the block as SlicedTensors of true shape, tied names and all; inside it whole, equal to the plain one."""
+
+    def run(rank: int) -> None:
+        expected, model = seeded(TinyGPT).state_dict(), onecopy.shard(seeded(TinyGPT), stage)
+        outside = model.state_dict()
+        assert list(outside) == list(expected)
+        for name, value in outside.items():
+            assert isinstance(value, onecopy.SlicedTensor)
+            assert (value.shape, value.dtype) == (expected[name].shape, expected[name].dtype)
+        with onecopy.gathered(model):
+            inside = {name: value.clone() for name, value in model.state_dict().items()}
+        assert list(inside) == list(expected)
+        assert all(torch.equal(inside[name], value) for name, value in expected.items())
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_whole_state_dict_loads(where: str, stage: int, num_ranks: int) -> None:
+    """Inside the block as into a plain model; outside it every rank cuts its slice out of what it was given."""
+
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(0.9).add_(0.01)
+        model(*part(vector_batches(1)[0], rank, num_ranks))
+        if where == "inside":
+            with onecopy.gathered(model, write=True):
+                result = model.load_state_dict(plain.state_dict())
+        else:
+            result = model.load_state_dict(plain.state_dict())
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        assert_same_weights(gathered_weights(model), whole_weights(plain), atol=0)
+        _train(model, rank, num_ranks)
+        _train(plain, 0, 1)
+        assert_same_weights(gathered_weights(model), whole_weights(plain))
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_a_sliced_state_dict_goes_back(stage: int, num_ranks: int) -> None:
+    """Kept before two steps as copies, and loaded after them."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        _train(model, rank, num_ranks)
+        assert not torch.equal(gathered_weights(model)["head.weight"], _stack().head.weight)
+        model.load_state_dict(kept)
+        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
+        plain = _stack()
+        _train(plain, 0, 1)
+        _train(model, rank, num_ranks)
+        assert_same_weights(gathered_weights(model), whole_weights(plain))
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_a_whole_state_dict_saves_and_loads_into_a_plain_model(stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        _train(model, rank, num_ranks)
+        file = io.BytesIO()
+        with onecopy.gathered(model):
+            torch.save(model.state_dict(), file)
+            expected = whole_weights(model)
+        plain = Stack()
+        plain.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+        assert_same_weights(whole_weights(plain), expected, atol=0)
+
+    run_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_state_dict_of_other_shapes_is_refused_as_torch_does(stage: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with pytest.raises(RuntimeError, match="size mismatch for head.weight"):
+            model.load_state_dict(Stack(width=12).state_dict())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({})
+
+    run_ranks(2, run)
+
+
+@everywhere
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_optimizers_state_dict_round_trip(fused: bool, stage: int, num_ranks: int) -> None:
+    """Two steps, state taken over by a new optimizer, two more: equal to four steps of one optimizer on a plain model."""
+
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        first = AdamW(model.parameters(), lr=1e-2, fused=fused)
+        train(model, first, [part(batch, rank, num_ranks) for batch in vector_batches(4)[:2]])
+        second = AdamW(model.parameters(), lr=5.0, fused=fused)
+        second.load_state_dict(first.state_dict())
+        train(model, second, [part(batch, rank, num_ranks) for batch in vector_batches(4)[2:]])
+        train(plain, AdamW(plain.parameters(), lr=1e-2, fused=fused), vector_batches(4))
+        assert_same_weights(gathered_weights(model), whole_weights(plain))
+
+    run_ranks(num_ranks, run)

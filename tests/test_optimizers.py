@@ -1,0 +1,202 @@
+"""Optimizers stay torch's: every elementwise one trains like the twin, and one that needs whole matrices says so.
+
+The oracle is the same optimizer on the whole-batch twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Stack, seeded, vector_batches
+from oracle import assert_same_weights, assert_trains_like_twin, gathered_weights, part, train, whole_weights
+from ranks import everywhere, run_ranks
+from torch import nn, optim
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+import onecopy
+from onecopy.errors import OnecopyError
+
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: SGD(p, lr=0.1),
+    "SGD nesterov": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD fused": lambda p: SGD(p, lr=0.05, momentum=0.9, fused=True),
+    "SGD maximize": lambda p: SGD(p, lr=0.01, maximize=True),
+    "Adam": lambda p: Adam(p, lr=1e-2),
+    "Adam amsgrad": lambda p: Adam(p, lr=1e-2, amsgrad=True),
+    "Adam fused": lambda p: Adam(p, lr=1e-2, fused=True, amsgrad=True, weight_decay=0.1),
+    "Adam foreach": lambda p: Adam(p, lr=1e-2, foreach=True),
+    "Adam tensor lr": lambda p: Adam(p, lr=torch.tensor(1e-2), foreach=False),
+    "AdamW": lambda p: AdamW(p, lr=1e-2, weight_decay=0.1),
+    "Adamax": lambda p: optim.Adamax(p, lr=1e-2),
+    "NAdam": lambda p: optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: optim.RAdam(p, lr=1e-2),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
+    "Adagrad": lambda p: optim.Adagrad(p, lr=1e-1),
+    "Adagrad fused": lambda p: optim.Adagrad(p, lr=1e-1, fused=True),
+    "Adadelta": lambda p: optim.Adadelta(p, lr=1.0),
+    "ASGD": lambda p: optim.ASGD(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizer_trains_like_twin(name: str) -> None:
+    """Every stage, on three ranks; 1e-5 where a state divides by a small running mean."""
+
+    def run(rank: int) -> None:
+        for stage in (0, 1, 2, 3):
+            assert_trains_like_twin(
+                rank,
+                3,
+                lambda: seeded(Stack),
+                vector_batches(4),
+                stage=stage,
+                optimizer=ELEMENTWISE[name],
+                rtol=1e-5,
+                atol=1e-5,
+            )
+
+    run_ranks(3, run)
+
+
+WHOLE_MATRICES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "Muon": lambda p: optim.Muon([q for q in p if q.ndim == 2], lr=1e-2),
+    "Adafactor": lambda p: optim.Adafactor(p, lr=1e-2),
+    "Adafactor foreach": lambda p: optim.Adafactor(p, lr=1e-2, foreach=True),
+    "LBFGS": lambda p: optim.LBFGS(p),
+    # Elementwise by nature, but it writes through boolean indices, which have other lengths on every rank.
+    "Rprop": lambda p: optim.Rprop(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_MATRICES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizer_that_needs_whole_matrices_is_refused(name: str, stage: int) -> None:
+    """At its construction or first step, by name of a parameter; never a silent step on slices."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(seeded(Stack), stage)
+        before = gathered_weights(model)
+        batch = part(vector_batches(1)[0], rank, 2)
+
+        def closure() -> torch.Tensor:
+            loss = model(*batch)
+            loss.backward()
+            return loss
+
+        with pytest.raises(OnecopyError, match=r"(blocks|head)\S*(weight|bias)"):
+            optimizer = WHOLE_MATRICES[name](list(model.parameters()))
+            if name != "LBFGS":
+                closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure)
+        assert_same_weights(gathered_weights(model), before, atol=0)
+
+    run_ranks(2, run)
+
+
+@everywhere
+@pytest.mark.parametrize("stepped", [False, True], ids=["new", "with state"])
+@pytest.mark.parametrize("make", ["AdamW", "Adam fused", "SGD nesterov"])
+def test_optimizer_made_before_sharding_is_remapped(make: str, stepped: bool, stage: int, num_ranks: int) -> None:
+    """It is the same object afterwards, its groups and states too: two steps before sharding and two after make four."""
+
+    def run(rank: int) -> None:
+        model, twin = seeded(Stack), seeded(Stack)
+        optimizer, expected = ELEMENTWISE[make](model.parameters()), ELEMENTWISE[make](twin.parameters())
+        batches = vector_batches(4)
+        if stepped:
+            train(model, optimizer, batches[:2])
+        train(twin, expected, batches if stepped else batches[2:])
+        groups = optimizer.param_groups
+        onecopy.shard(model, stage, optimizer=optimizer)
+        assert optimizer.param_groups is groups
+        assert all(a is b for a, b in zip(groups[0]["params"], model.parameters(), strict=True))
+        train(model, optimizer, [part(batch, rank, num_ranks) for batch in batches[2:]])
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(num_ranks, run)
+
+
+@everywhere
+def test_a_schedulers_link_to_a_remapped_optimizer_holds(stage: int, num_ranks: int) -> None:
+    def run(rank: int) -> None:
+        model, twin = seeded(Stack), seeded(Stack)
+        pairs = []
+        for other in (model, twin):
+            optimizer = SGD(other.parameters(), lr=0.1, momentum=0.9)
+            pairs.append((optimizer, optim.lr_scheduler.StepLR(optimizer, 1, 0.5)))
+        onecopy.shard(model, stage, optimizer=pairs[0][0])
+        for batch in vector_batches(3):
+            train(model, pairs[0][0], [part(batch, rank, num_ranks)])
+            train(twin, pairs[1][0], [batch])
+            for _, scheduler in pairs:
+                scheduler.step()
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_optimizers_on_one_model(stage: int) -> None:
+    """One for the head, one for the rest, stepped after the same backward."""
+
+    def run(rank: int) -> None:
+        model, twin = onecopy.shard(seeded(Stack), stage), seeded(Stack)
+        for other, batches in ((model, [part(b, rank, 2) for b in vector_batches(3)]), (twin, vector_batches(3))):
+            optimizers = [AdamW(other.head.parameters(), lr=1e-2), SGD(other.blocks.parameters(), lr=0.1)]
+            for batch in batches:
+                other(*batch).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_models_in_one_loop(stage: int) -> None:
+    """A generator and a critic, sharded apart: their engines must not take each other's messages."""
+
+    def run(rank: int) -> None:
+        sharded = [onecopy.shard(seeded(Stack, layers=n), stage) for n in (2, 3)]
+        twins = [seeded(Stack, layers=n) for n in (2, 3)]
+        for models, mine in ((sharded, lambda b: part(b, rank, 2)), (twins, lambda b: b)):
+            first, second = models
+            optimizers = [SGD(m.parameters(), lr=0.1) for m in models]
+            for batch in vector_batches(3):
+                (first(*mine(batch)) + 0.5 * second(*mine(batch))).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                second(*mine(batch)).backward()
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+        for model, twin in zip(sharded, twins, strict=True):
+            assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_step_with_a_closure(stage: int) -> None:
+    def run(rank: int) -> None:
+        model, twin = onecopy.shard(seeded(Stack), stage), seeded(Stack)
+        for other, batches in ((model, [part(b, rank, 2) for b in vector_batches(3)]), (twin, vector_batches(3))):
+            optimizer = SGD(other.parameters(), lr=0.1)
+            for batch in batches:
+
+                def closure(other: nn.Module = other, batch: Any = batch, made: Optimizer = optimizer) -> torch.Tensor:
+                    made.zero_grad()
+                    loss = other(*batch)
+                    loss.backward()
+                    return loss  # type: ignore[no-any-return]
+
+                optimizer.step(closure)
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(2, run)
