@@ -1,11 +1,9 @@
-"""Activation checkpoints and torch.compile on a sharded model: same numbers, and no unit gathered twice for them.
+"""Activation checkpoints on a sharded model: same numbers, and no unit gathered twice for them.
 
-The oracle is the whole-batch twin without checkpoints and without compilation.
+The oracle is the whole-batch twin without checkpoints.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,8 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onecopy
-from models import Block, TinyGPT, seeded, token_batches, vector_batches
-from oracle import OPTIMIZERS, assert_trains_like_twin, gathered_weights, part, train
+from models import seeded, vector_batches
+from oracle import (
+    OPTIMIZERS,
+    assert_trains_like_twin,
+    gathered_weights,
+    part,
+    train,
+)
 from ranks import everywhere, run_ranks
 
 
@@ -168,72 +172,3 @@ def test_two_checkpointed_forwards_before_one_backward(reentrant: bool) -> None:
                 torch.testing.assert_close(value, twin.get_parameter(name).detach(), rtol=0, atol=1e-6)
 
     run_ranks(2, run)
-
-
-# --- torch.compile
-
-
-def _compile_in_place(model: TinyGPT) -> None:
-    for block in model.blocks:
-        block.compile(backend="aot_eager")
-
-
-def _replace_by_compiled(model: TinyGPT) -> None:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="aot_eager")
-
-
-@pytest.mark.parametrize("compile_blocks", [_compile_in_place, _replace_by_compiled], ids=["in place", "replaced"])
-@pytest.mark.parametrize("when", ["before sharding", "after sharding"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_compiled_blocks_train_like_twin(stage: int, when: str, compile_blocks: Callable[[TinyGPT], None]) -> None:
-    """The twin runs eagerly; backend aot_eager traces as the default does, without a compiler on the machine.
-
-    1e-5: decompositions of LayerNorm and GELU round differently from the eager kernels.
-    """
-
-    def run(rank: int) -> int:
-        torch._dynamo.reset()
-        twin = seeded(TinyGPT)
-        expected = OPTIMIZERS["sgd"](twin.parameters())
-        train(twin, expected, token_batches(3))
-        model = seeded(TinyGPT)
-        if when == "before sharding":
-            compile_blocks(model)
-        onecopy.shard(model, stage)
-        if when == "after sharding":
-            compile_blocks(model)
-        torch._dynamo.utils.counters.clear()
-        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(batch, rank, 2) for batch in token_batches(3)])
-        found = {name.replace("_orig_mod.", ""): value for name, value in gathered_weights(model).items()}
-        for name, parameter in twin.named_parameters():
-            torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-5, msg=name)
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-    for graphs in run_ranks(2, run, timeout=120):
-        assert graphs >= 1, "nothing was compiled"
-        # One graph serves both blocks or one each: neither a graph break inside nor a new graph in every step.
-        assert graphs <= 4
-
-
-def test_block_of_the_model_is_what_is_compiled() -> None:
-    """Guards the test above against comparing eager with eager: the block's own code is in the graph."""
-
-    def run(rank: int) -> list[str]:
-        torch._dynamo.reset()
-        seen: list[str] = []
-
-        def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-            seen.extend(str(node.target) for node in graph.graph.nodes)
-            return graph.forward
-
-        model = onecopy.shard(seeded(TinyGPT), 3)
-        for block in model.blocks:
-            assert isinstance(block, Block)
-            block.compile(backend=backend)
-        model(*part(token_batches(1)[0], rank, 2)).backward()
-        return seen
-
-    for seen in run_ranks(2, run, timeout=120):
-        assert any("scaled_dot_product_attention" in target for target in seen)
-        assert any("gelu" in target for target in seen)

@@ -6,12 +6,11 @@ Each test writes a loop once and runs it on a plain model with the whole batch (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 
@@ -178,97 +177,6 @@ def test_gradients_of_inputs(stage: int, num_ranks: int) -> None:
     run_ranks(num_ranks, run)
 
 
-# --- accumulation
-
-
-@everywhere
-@pytest.mark.parametrize("way", ["accumulate", "no_sync", "reduce_gradients", "no_sync whole"])
-def test_every_way_to_accumulate(way: str, stage: int, num_ranks: int) -> None:
-    """Three micro-batches a step, three steps; Adam's count of steps must be three as well."""
-
-    def loop(model: nn.Module, mine: Mine) -> None:
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        sharded = hasattr(model, "no_sync")
-        for start in range(0, 9, 3):
-            for index, batch in enumerate(vector_batches(9)[start : start + 3]):
-                quiet = sharded and (way == "no_sync whole" or (way == "no_sync" and index < 2))
-                with model.no_sync() if quiet else nullcontext():
-                    (model(*mine(batch)) / 3).backward()
-            if sharded and way in ("reduce_gradients", "no_sync whole"):
-                model.reduce_gradients()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert {int(state["step"]) for state in optimizer.state.values()} == {3}
-
-    accumulate = {"accumulate": 3, "reduce_gradients": 5}.get(way, 1)
-    _check(stage, num_ranks, loop, accumulate=accumulate)
-
-
-@everywhere
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_both_ways(set_to_none: bool, stage: int, num_ranks: int) -> None:
-    """Also on a gradient that was never stepped on, and in the middle of accumulation."""
-
-    def loop(model: nn.Module, mine: Mine) -> None:
-        optimizer = AdamW(model.parameters(), lr=1e-2)
-        for index, batch in enumerate(vector_batches(8), start=1):
-            model(*mine(batch)).backward()
-            if index in (1, 4):
-                optimizer.zero_grad(set_to_none=set_to_none)
-            elif index % 2 == 0:
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=set_to_none)
-
-    _check(stage, num_ranks, loop)
-
-
-@everywhere
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, num_ranks: int) -> None:
-    """A bad micro-batch is thrown away under no_sync; the twin throws it away too."""
-
-    def loop(model: nn.Module, mine: Mine) -> None:
-        optimizer = _sgd(model)
-        bad, *good = vector_batches(3)
-        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
-            model(*mine(bad)).backward()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            model(*mine(good[0])).backward()
-        model(*mine(good[1])).backward()
-        optimizer.step()
-
-    _check(stage, num_ranks, loop)
-
-
-@everywhere
-def test_step_on_zero_gradients_counts_as_in_one_process(stage: int, num_ranks: int) -> None:
-    """A peer's fault: a hidden step on zero gradients left Adam's count one ahead. A step that the user makes counts."""
-
-    def loop(model: nn.Module, mine: Mine) -> None:
-        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-        batches = vector_batches(3)
-        model(*mine(batches[0])).backward()
-        optimizer.zero_grad(set_to_none=False)
-        optimizer.step()
-        for batch in batches:
-            optimizer.zero_grad()
-            model(*mine(batch)).backward()
-            optimizer.step()
-        assert {int(state["step"]) for state in optimizer.state.values()} == {4}
-
-    _check(stage, num_ranks, loop)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_step_without_gradients_does_nothing(stage: int) -> None:
-    def loop(model: nn.Module, mine: Mine) -> None:
-        optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
-        optimizer.step()
-        assert not optimizer.state
-
-    _check(stage, 2, loop)
-
-
 # --- parameter groups and schedulers
 
 
@@ -329,63 +237,6 @@ def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: i
         return rates
 
     _check(stage, 2, loop)
-
-
-# --- errors in the middle
-
-
-class _Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("on purpose")
-
-
-class Fragile(Stack):
-    """Raises in the forward or the backward between its blocks when told to."""
-
-    fails: str = ""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks):
-            x = x + block(x)
-            if index == 1 and self.fails == "forward":
-                raise ArithmeticError("on purpose")
-            if index == 1 and self.fails == "backward":
-                x = _Broken.apply(x)
-        return nn.functional.mse_loss(self.head(x), y)
-
-
-@everywhere
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_going_on_after_an_error_in_the_middle(where: str, accumulate: int, stage: int, num_ranks: int) -> None:
-    """Every rank fails alike, drops its gradients and goes on; the twin never sees the bad batches."""
-
-    def run(rank: int) -> None:
-        twin, model = seeded(Fragile), onecopy.shard(seeded(Fragile), stage, accumulate=accumulate)
-        expected, optimizer = _sgd(twin), _sgd(model)
-        batches = vector_batches(6)
-        for start in range(0, 6, accumulate):
-            for batch in batches[start : start + accumulate]:
-                (twin(*batch) / accumulate).backward()
-            expected.step()
-            expected.zero_grad()
-            model.fails = where
-            with pytest.raises(ArithmeticError, match="on purpose"):
-                model(*part(batches[0], rank, num_ranks)).backward()
-            model.fails = ""
-            optimizer.zero_grad()
-            for batch in batches[start : start + accumulate]:
-                (model(*part(batch, rank, num_ranks)) / accumulate).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_weights(gathered_weights(model), whole_weights(twin))
-
-    run_ranks(num_ranks, run)
 
 
 # --- when the optimizer is made

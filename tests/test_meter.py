@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import Tensor, nn
 
 import onecopy
+from ranks import run_ranks
 
 WIDTH = 64
 
 
 class Net(nn.Module):
-    """Equal blocks between a small entry and head. Sizes are multiples of 8, so nothing is padded but at slices' ends."""
+    """Equal blocks between a small entry and head, of sizes that need no padding but at the ends of slices."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_windows_do_not_grow_with_depth(stage: int) -> None:
-    """Oracle: shapes. The root, the unit that computes and the one gathered ahead; one unit's gradients coming, two going."""
+    """Oracle: shapes. The root, the unit that computes and the next; one unit's gradients coming, two going."""
     shallow, deep = (run_ranks(2, _sizes, stage, depth)[0]["highest"] for depth in (4, 12))
     if stage == 3:
         # Each of the three may be padded by less than 8 elements a rank.

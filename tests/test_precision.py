@@ -191,8 +191,8 @@ def _spread(rank: int) -> tuple[Tensor, Tensor]:
 def test_64_micro_batches_are_summed_in_fp32(stage: int) -> None:
     """A peer's fault: gradients accumulated in bf16 over 64 micro-batches were off by 1e-2.
 
-    Parameters are bf16 throughout (no masters). Oracle: the 64 bf16 gradients of each rank, summed in fp64. One rounding
-    to bf16 is left at the end (2^-9), and in stages 0 and 1 one on the wire.
+    Parameters are bf16 throughout (no masters). Oracle: the 64 bf16 gradients of each rank, summed in fp64. One
+    rounding to bf16 is left at the end (2^-9), and in stages 0 and 1 one on the wire.
     """
     batches = [_spread(index) for index in range(64)]
 

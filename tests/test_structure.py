@@ -1,11 +1,10 @@
-"""Models of every odd shape train as in one process: branches by data, lists and dicts, odd signatures, buffers, meta.
+"""Models of every odd shape train as in one process: branches by data, lists and dicts, odd signatures.
 
 The oracle is plain PyTorch in one process, on the whole batch or on each rank's rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +17,10 @@ from torch.optim import SGD
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
 from oracle import (
-    OPTIMIZERS,
     assert_same_weights,
     assert_trains_like_twin,
     gathered_weights,
     part,
-    train,
     whole_weights,
 )
 from ranks import everywhere, run_ranks
@@ -283,146 +280,3 @@ def test_prefetch_changes_no_number(prefetch: int) -> None:
         )
 
     run_ranks(2, run)
-
-
-class Normed(nn.Module):
-    """BatchNorm: buffers that every forward changes, one of them an integer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)) for _ in range(2))
-        self.head = nn.Linear(10, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return F.mse_loss(self.head(x), y)
-
-
-@everywhere
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_batch_norm_buffers_are_kept_per_rank_or_the_first_ranks(broadcast: bool, stage: int, num_ranks: int) -> None:
-    """Oracle: a replica for every rank in one process, their gradients averaged; buffers copied from the first on request."""
-    batches = vector_batches(3)
-
-    def replicas() -> list[nn.Module]:
-        models = [seeded(Normed) for _ in range(num_ranks)]
-        optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
-        for batch in batches:
-            for rank, model in enumerate(models):
-                if broadcast:
-                    for own, first in zip(model.buffers(), models[0].buffers(), strict=True):
-                        if rank and own.is_floating_point():
-                            own.copy_(before[str(id(first))])
-                else:
-                    pass
-                if rank == 0:
-                    before = {str(id(b)): b.clone() for b in model.buffers()}
-                model(*part(batch, rank, num_ranks)).backward()
-            for parameters in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([p.grad for p in parameters]).mean(0)
-                for parameter in parameters:
-                    parameter.grad = mean.clone()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return models
-
-    def run(rank: int) -> None:
-        expected = replicas()[rank]
-        model = onecopy.shard(seeded(Normed), stage, broadcast_buffers=broadcast)
-        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(batch, rank, num_ranks) for batch in batches])
-        assert_same_weights(gathered_weights(model), whole_weights(expected))
-        for (name, found), value in zip(model.named_buffers(), expected.buffers(), strict=True):
-            torch.testing.assert_close(found, value, msg=lambda text, name=name: f"{name}: {text}")
-
-    run_ranks(num_ranks, run)
-
-
-@everywhere
-@pytest.mark.parametrize("callback", [False, True])
-def test_meta_model_draws_the_values_of_one_process(callback: bool, stage: int, num_ranks: int) -> None:
-    """Oracle: the same modules initialised in the same order from the same seed, whole."""
-
-    def init(module: nn.Module) -> None:
-        for parameter in module.parameters(recurse=False):
-            nn.init.normal_(parameter, std=0.3)
-        for buffer in module.buffers(recurse=False):
-            nn.init.zeros_(buffer)
-
-    def initialise(model: nn.Module) -> None:
-        for module in model.modules():
-            if callback:
-                init(module)
-            elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-
-    def run(rank: int) -> None:
-        twin = Normed()
-        torch.manual_seed(3)
-        initialise(twin)
-        with torch.device("meta"):
-            model = Normed()
-        onecopy.shard(model, stage)
-        # Only the first rank's draws count, so that ranks need no common seed.
-        torch.manual_seed(3 + rank)
-        assert onecopy.materialize(model, "cpu", init if callback else None) is model
-        assert_same_weights(gathered_weights(model), whole_weights(twin), atol=0)
-        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), twin.buffers(), strict=True))
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        train(model, optimizer, [part(batch, rank, num_ranks) for batch in vector_batches(2)])
-        moved = gathered_weights(model)
-        assert not torch.equal(moved["head.weight"], twin.head.weight)
-
-    run_ranks(num_ranks, run)
-
-
-class Generator(nn.Module):
-    """A model with a method other than forward that uses parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
-        self.head = nn.Linear(10, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.encode(x), y)
-
-    def encode(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-    def direct(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.head.weight, self.head.bias)
-
-
-@everywhere
-@pytest.mark.parametrize("method", ["encode", "direct"])
-def test_a_method_other_than_forward_works_inside_gathered(method: str, stage: int, num_ranks: int) -> None:
-    """Outside it either works too or raises an error that names the way; never a crash or a wrong number."""
-    call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: getattr(model, method)(x)  # noqa: E731
-
-    def run(rank: int) -> None:
-        x = torch.randn(2, 10)
-        expected = call(seeded(Generator), x)
-        model = onecopy.shard(seeded(Generator), stage)
-        with onecopy.gathered(model), torch.no_grad():
-            assert torch.equal(call(model, x), expected)
-        with torch.no_grad():
-            try:
-                found = call(model, x)
-            except onecopy.errors.NeedsWholeError as error:
-                assert "gathered" in str(error)
-                assert "head." in str(error)
-            else:
-                assert torch.equal(found, expected)
-        assert_trains_after(model, rank)
-
-    def assert_trains_after(model: nn.Module, rank: int) -> None:
-        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(vector_batches(1)[0], rank, num_ranks)])
-        twin = seeded(Generator)
-        train(twin, OPTIMIZERS["sgd"](twin.parameters()), vector_batches(1))
-        assert_same_weights(gathered_weights(model), whole_weights(twin))
-
-    run_ranks(num_ranks, run)

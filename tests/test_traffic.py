@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack, TinyGPT, seeded, token_batches, vector_batches
-from oracle import OPTIMIZERS, assert_trains_like_twin, part, train
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import onecopy
+from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from oracle import OPTIMIZERS, assert_trains_like_twin, part, train
+from ranks import run_ranks
 
 
 def table(stage: int, g: int) -> int:
@@ -26,7 +26,7 @@ def table(stage: int, g: int) -> int:
 
 
 def by_operation(stage: int, g: int) -> dict[tuple[str, str], int]:
-    """The same, by (operation, phase): one gather after a step or one in each forward and backward; reduces as in §7."""
+    """The same by (operation, phase): one gather after a step, or one in each forward and backward."""
     return {
         0: {("all_reduce", "backward"): 2},
         1: {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1},

@@ -29,12 +29,14 @@ def _find_rule(func: Any) -> Rule:
         return _InPlaceLists(func) if not func._schema.returns else _lists
     if name.startswith("_foreach_norm"):
         return _foreach_norm
-    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+    if (torch.Tag.pointwise in func.tags and name not in _COMPARISONS) or name in _ELEMENTWISE:
         return _in_place if _written(func) else _elementwise
     return _needs_whole
 
 
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+# Tagged as elementwise, though their answer is about the whole tensor.
+_COMPARISONS = ("equal", "is_nonzero")
 _ELEMENTWISE = ("zero_", "fill_", "masked_fill_", "masked_fill", "copy_", "clone", "zero", "fill", "copy")
 
 

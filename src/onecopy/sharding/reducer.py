@@ -1,7 +1,8 @@
 """Reducer: sends units' gradients in one order, a few at a time, and installs the results.
 
-While one unit computes, the gradients of the two before are on the wire and no more, so whole gradients never pile up. Which parameters no rank used is agreed in one small message per backward, because a
-parameter that one process would leave without a gradient must have none here.
+While one unit computes, the gradients of the two before are on the wire and no more, so whole gradients never pile up.
+Which parameters no rank used is agreed in one small message per backward, because a parameter that one process would
+leave without a gradient must have none here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from onecopy.sharding.order import agree_order
 from onecopy.sharding.unit import Unit
 
 _UNDERWAY: Final = 3
-"""Most units on the wire. One whose reduce takes several waits (a large one; stage 0) may stay beside the latest two."""
+"""Most units on the wire: one whose reduce takes several waits (a large one; stage 0) may stay beside the last two."""
 
 
 class Reducer:

@@ -1,0 +1,178 @@
+"""Ranks that do not agree, fall behind or die are named, and every process ends; never a hang or a wrong number.
+
+The oracle is the issue's list: which ranks, which collective, which unit, which difference.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import onecopy
+from models import Stack, seeded, vector_batches
+from onecopy.errors import CollectiveTimeout, MismatchError, OnecopyError
+from oracle import OPTIMIZERS, part, train
+from ranks import RankError, run_ranks
+
+
+def _stack() -> Stack:
+    return seeded(Stack)  # type: ignore[no-any-return]
+
+
+def _step(model: nn.Module, rank: int, num_ranks: int, optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, [part(vector_batches(1)[0], rank, num_ranks)])
+
+
+def _another_shape(rank: int) -> dict[str, Any]:
+    return {"model": seeded(Stack, 10, 3) if rank != 1 else seeded(Stack, 12, 3), "stage": 2}
+
+
+def _more_layers(rank: int) -> dict[str, Any]:
+    return {"model": seeded(Stack, 10, 4 if rank == 1 else 3), "stage": 2}
+
+
+def _frozen(rank: int) -> dict[str, Any]:
+    model = _stack()
+    model.head.requires_grad_(rank != 1)
+    return {"model": model, "stage": 2}
+
+
+def _another_dtype(rank: int) -> dict[str, Any]:
+    return {"model": _stack().to(torch.float64 if rank == 1 else torch.float32), "stage": 2}
+
+
+def _but(**settings: Any) -> Callable[[int], dict[str, Any]]:
+    """The same model and stage on every rank, but rank 1 with another setting."""
+    return lambda rank: {"model": _stack(), "stage": 2} | (settings if rank == 1 else {})
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (_another_shape, ["of shape (3, 10)", "of shape (3, 12)", "head.weight", "rank 0", "rank 1"]),
+        (_more_layers, ["rank 1"]),
+        (_frozen, ["head.weight", "requires_grad", "rank 1"]),
+        (_another_dtype, ["float64", "rank 1"]),
+        (_but(stage=3), ["stage=2", "stage=3", "rank 1"]),
+        (_but(accumulate=2), ["accumulate=2", "rank 1"]),
+        (_but(prefetch=2), ["prefetch=2", "rank 1"]),
+        (_but(precision="bf16"), ["bfloat16", "rank 1"]),
+        (_but(broadcast_buffers=True), ["broadcast_buffers", "rank 1"]),
+        (_but(units=[nn.Linear]), ["unit", "rank 1"]),
+    ],
+    ids=["shape", "layers", "frozen", "dtype", "stage", "accumulate", "prefetch", "precision", "buffers", "units"],
+)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_given_different_things_are_told_the_first_difference(
+    make: Callable[[int], dict[str, Any]], words: list[str], num_ranks: int
+) -> None:
+    """Raised on every rank, at shard(), with the same difference named."""
+
+    def run(rank: int) -> str:
+        with pytest.raises(MismatchError) as caught:
+            onecopy.shard(**make(rank))
+        return str(caught.value)
+
+    messages = run_ranks(num_ranks, run)
+    assert len(set(messages)) == 1
+    assert all(word in messages[0] for word in words), messages[0]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rank_that_runs_fewer_backwards_is_named_by_the_others(stage: int) -> None:
+    """A time-out, not a hang: the others name the collective, its unit and the rank that is missing, and all end."""
+
+    def run(rank: int) -> str:
+        model = onecopy.shard(_stack(), stage)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        _step(model, rank, 3, optimizer)
+        loss = model(*part(vector_batches(1)[0], rank, 3))
+        if rank == 2:
+            time.sleep(6)
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            loss.backward()
+        return str(caught.value)
+
+    start = time.monotonic()
+    first, second, _ = run_ranks(3, run, group_timeout=2.0)
+    assert time.monotonic() - start < 20
+    for message in (first, second):
+        assert "all_reduce" in message if stage == 0 else "reduce_scatter" in message or "all_gather" in message
+        assert "rank 2" in message
+        assert any(unit in message for unit in ("blocks.0", "blocks.1", "blocks.2", "(root)")), message
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_runs_fewer_forwards_is_named_by_the_others(stage: int) -> None:
+    def run(rank: int) -> str:
+        model = onecopy.shard(_stack(), stage)
+        _step(model, rank, 2)
+        if rank == 1:
+            time.sleep(5)
+            return ""
+        with pytest.raises(CollectiveTimeout) as caught:
+            model(*part(vector_batches(1)[0], rank, 2))
+        return str(caught.value)
+
+    message, _ = run_ranks(2, run, group_timeout=2.0)
+    assert "all_gather" in message
+    assert "rank 1" in message
+
+
+def test_a_rank_that_dies_is_named_and_no_process_is_left() -> None:
+    """The survivors raise at once (gloo sees the closed connection) instead of waiting for the time limit."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), 3)
+        _step(model, rank, 3)
+        if rank == 1:
+            raise MemoryError("on purpose")
+        start = time.monotonic()
+        with pytest.raises(OnecopyError, match="rank 1"):
+            _step(model, rank, 3)
+        assert time.monotonic() - start < 5
+
+    with pytest.raises(RankError, match=r"^rank 1 failed:(.|\n)*on purpose") as caught:
+        run_ranks(3, run)
+    assert "rank 0" not in str(caught.value)
+    assert "rank 2" not in str(caught.value)
+
+
+class Looping(nn.Module):
+    """Calls a block as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.blocks[0](x)
+        return self.blocks[2](self.blocks[1](x)).square().mean()
+
+
+def test_a_block_called_in_different_numbers_by_rank_trains_or_times_out_by_name() -> None:
+    """What must not be is a hang without a name or a wrong number."""
+
+    def run(rank: int) -> str:
+        model, twin = onecopy.shard(seeded(Looping), 3), seeded(Looping)
+        x = torch.randn(4, 10, generator=torch.Generator().manual_seed(rank))
+        for _ in range(2):
+            try:
+                found = model(x, 1 + 2 * rank)
+                found.backward()
+            except OnecopyError as error:
+                return str(error)
+        assert torch.allclose(found, twin(x, 1 + 2 * rank))
+        return ""
+
+    for message in run_ranks(2, run, group_timeout=2.0):
+        assert message == "" or ("blocks." in message and "rank" in message)
