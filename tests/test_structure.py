@@ -42,19 +42,21 @@ class Branching(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
-def _train_branches(rank: int, num_ranks: int, stage: int, routes: list[list[list[int]]], **settings: Any) -> None:
-    """Ranks take ``routes[step][rank]``; the twin averages what each of them computes, as DDP defines it."""
+def _train_branches(rank: int, num_ranks: int, stage: int, routes: list[list[list[int]]], accumulate: int) -> None:
+    """Ranks take ``routes[micro-batch][rank]``; the twin averages what each of them computes, as DDP defines it."""
     batches = vector_batches(len(routes))
     twin = seeded(Branching)
     twin_optimizer = SGD(twin.parameters(), lr=0.1, momentum=0.9)
-    model = onecopy.shard(seeded(Branching), stage, **settings)
+    model = onecopy.shard(seeded(Branching), stage, accumulate=accumulate)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batch, step in zip(batches, routes, strict=True):
+    for index, (batch, route) in enumerate(zip(batches, routes, strict=True), start=1):
         for other in range(num_ranks):
-            (twin(*part(batch, other, num_ranks), step[other % len(step)]) / num_ranks).backward()
-        model(*part(batch, rank, num_ranks), step[rank % len(step)]).backward()
-        gone = {n for n, p in twin.named_parameters() if p.grad is None}
-        assert {n for n, p in model.named_parameters() if p.grad is None} == gone
+            (twin(*part(batch, other, num_ranks), route[other % len(route)]) / num_ranks).backward()
+        model(*part(batch, rank, num_ranks), route[rank % len(route)]).backward()
+        if index % accumulate:
+            continue
+        unused = {n for n, p in twin.named_parameters() if p.grad is None}
+        assert {n for n, p in model.named_parameters() if p.grad is None} == unused
         for o in (twin_optimizer, optimizer):
             o.step()
             o.zero_grad()
@@ -73,10 +75,11 @@ def _train_branches(rank: int, num_ranks: int, stage: int, routes: list[list[lis
         pytest.param([[[0, 1]], [[0, 0, 2]], [[2, 0, 2, 1]]], id="some twice on every rank"),
     ],
 )
+@pytest.mark.parametrize("accumulate", [1, 2])
 def test_units_that_only_some_ranks_data_visits_train_like_twin(
-    routes: list[list[list[int]]], stage: int, num_ranks: int
+    routes: list[list[list[int]]], accumulate: int, stage: int, num_ranks: int
 ) -> None:
-    run_ranks(num_ranks, lambda rank: _train_branches(rank, num_ranks, stage, routes))
+    run_ranks(num_ranks, lambda rank: _train_branches(rank, num_ranks, stage, routes * accumulate, accumulate))
 
 
 class InDicts(nn.Module):

@@ -13,7 +13,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,29 +84,29 @@ class Gradients:
         self._left = False
         self._missing = len(self._gradients)
         self._arrived_bytes = 0
-        for gradient in self._gradients:
-            gradient.whole.register_post_accumulate_grad_hook(self._arrive(gradient))
+        # Weak, because torch's C++ side holds the hook where Python's garbage collector does not see it.
+        this = weakref.ref(self)
+        for position, gradient in enumerate(self._gradients):
+            gradient.whole.register_post_accumulate_grad_hook(partial(_arrive, this, position))
 
-    def _arrive(self, gradient: _Gradient) -> Any:
-        name = gradient.sliced.slicing.name
-
-        def arrive(whole: Tensor) -> None:
-            if self._left:
-                raise UsageError(
-                    f"a gradient for {name!r} came after its unit {self._bucket.unit!r} had finished backward: the "
-                    f"loss uses a tensor that the unit's forward did not return. Return it from forward."
-                )
-            assert whole.grad is not None
-            if whole.grad.is_sparse:
-                whole.grad = whole.grad.to_dense()
-            if not gradient.arrived:
-                gradient.arrived = True
-                self._missing -= 1
-                self._count_arrived(whole.grad.nbytes)
-            if self._missing == 0 and self.on_arrival is not None:
-                self.on_arrival()
-
-        return arrive
+    def _arrive(self, position: int) -> None:
+        """Autograd has put a gradient into the whole leaf."""
+        gradient = self._gradients[position]
+        if self._left:
+            raise UsageError(
+                f"a gradient for {gradient.sliced.slicing.name!r} came after its unit {self._bucket.unit!r} had "
+                f"finished backward: the loss uses a tensor that the unit's forward did not return. Return it from forward."
+            )
+        arrived = gradient.whole.grad
+        assert arrived is not None
+        if arrived.is_sparse:
+            gradient.whole.grad = arrived = arrived.to_dense()
+        if not gradient.arrived:
+            gradient.arrived = True
+            self._missing -= 1
+            self._count_arrived(arrived.nbytes)
+        if self._missing == 0 and self.on_arrival is not None:
+            self.on_arrival()
 
     def _count_arrived(self, nbytes: int) -> None:
         self._arrived_bytes += nbytes
@@ -274,3 +276,8 @@ class Gradients:
         if mesh.shard.size == 1:
             bucket.meter.add("gradients_whole", -nbytes)
             bucket.meter.add("gradients_sliced", self._reduced.nbytes)
+
+
+def _arrive(gradients: weakref.ref[Gradients], position: int, whole: Tensor) -> None:
+    if (alive := gradients()) is not None:
+        alive._arrive(position)
