@@ -31,6 +31,9 @@ import torch.distributed as dist
 everywhere = pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 2), (2, 2), (3, 2), (1, 3), (2, 3), (3, 3)])
 """Every stage on two ranks, and on three, which divide nothing, where something is sharded."""
 
+every_stage = pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 3), (2, 2), (3, 3)])
+"""Every stage once, for what depends on the number of ranks as `everywhere` has shown already."""
+
 GROUP_TIMEOUT = 25.0
 """Seconds until gloo gives a message up. Far above what any step here takes, below every test's own limit."""
 

@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import onecopy
 from models import Stack, seeded, vector_batches
 from oracle import Mine, assert_loop_like_twin, assert_same_weights, gathered_weights, part, whole_weights
-from ranks import everywhere, run_ranks
+from ranks import every_stage, run_ranks
 
 
 def _stack() -> nn.Module:
@@ -35,7 +35,7 @@ def _sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("way", ["accumulate", "no_sync", "reduce_gradients", "no_sync whole"])
 def test_every_way_to_accumulate(way: str, stage: int, num_ranks: int) -> None:
     """Three micro-batches a step, three steps; Adam's count of steps must be three as well."""
@@ -58,7 +58,7 @@ def test_every_way_to_accumulate(way: str, stage: int, num_ranks: int) -> None:
     _check(stage, num_ranks, loop, accumulate=accumulate)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_both_ways(set_to_none: bool, stage: int, num_ranks: int) -> None:
     """Also on a gradient that was never stepped on, and in the middle of accumulation."""
@@ -76,7 +76,7 @@ def test_zero_grad_both_ways(set_to_none: bool, stage: int, num_ranks: int) -> N
     _check(stage, num_ranks, loop)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, num_ranks: int) -> None:
     """A bad micro-batch is thrown away under no_sync; the twin throws it away too."""
@@ -94,7 +94,7 @@ def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, nu
     _check(stage, num_ranks, loop)
 
 
-@everywhere
+@every_stage
 def test_step_on_zero_gradients_counts_as_in_one_process(stage: int, num_ranks: int) -> None:
     """A peer's fault: a hidden step on zero gradients left Adam's count one ahead. A step of the user's own counts."""
 
@@ -148,7 +148,7 @@ class Fragile(Stack):
         return nn.functional.mse_loss(self.head(x), y)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_going_on_after_an_error_in_the_middle(where: str, accumulate: int, stage: int, num_ranks: int) -> None:

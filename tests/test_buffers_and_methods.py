@@ -16,7 +16,7 @@ import onecopy
 from models import seeded, vector_batches
 from onecopy.errors import NeedsWholeError
 from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train, whole_weights
-from ranks import everywhere, run_ranks
+from ranks import every_stage, run_ranks
 
 
 class Normed(nn.Module):
@@ -33,7 +33,7 @@ class Normed(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_batch_norm_buffers_are_kept_per_rank_or_the_first_ranks(broadcast: bool, stage: int, num_ranks: int) -> None:
     """Oracle: a replica for every rank in one process, their gradients averaged, the first one's buffers copied."""
@@ -69,7 +69,7 @@ def test_batch_norm_buffers_are_kept_per_rank_or_the_first_ranks(broadcast: bool
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("callback", [False, True])
 def test_meta_model_draws_the_values_of_one_process(callback: bool, stage: int, num_ranks: int) -> None:
     """Oracle: the same modules initialised in the same order from the same seed, whole."""
@@ -134,7 +134,7 @@ class Generator(nn.Module):
         return F.linear(x, self.head.weight, self.head.bias)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("method", ["encode", "direct"])
 def test_a_method_other_than_forward_works_inside_gathered(method: str, stage: int, num_ranks: int) -> None:
     """Outside it either works too or raises an error that names the way; never a crash or a wrong number."""

@@ -20,7 +20,7 @@ from oracle import (
     part,
     train,
 )
-from ranks import everywhere, run_ranks
+from ranks import every_stage, run_ranks
 
 
 class Checkpointed(nn.Module):
@@ -60,7 +60,7 @@ class InsideCheckpoint(nn.Sequential):
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 
 
-@everywhere
+@every_stage
 @REENTRANT
 @pytest.mark.parametrize("inside", [False, True], ids=["around the block", "inside the block"])
 def test_checkpoints_train_like_twin_without(reentrant: bool, inside: bool, stage: int, num_ranks: int) -> None:
@@ -78,7 +78,7 @@ def test_checkpoints_train_like_twin_without(reentrant: bool, inside: bool, stag
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 @REENTRANT
 @pytest.mark.parametrize("frozen", ["weight", "bias", "blocks.0", "blocks.1"])
 def test_checkpoints_with_frozen_parameters(frozen: str, reentrant: bool, stage: int, num_ranks: int) -> None:

@@ -18,7 +18,7 @@ import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
 from onecopy.errors import UsageError
 from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train, whole_weights
-from ranks import everywhere, run_ranks
+from ranks import every_stage, run_ranks
 
 
 def _stack() -> nn.Module:
@@ -30,7 +30,7 @@ def _train(model: nn.Module, rank: int, num_ranks: int, steps: int = 2) -> None:
     train(model, OPTIMIZERS["sgd"](model.parameters()), batches)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_gathered_parameters_are_the_plain_ones(precision: str | None, stage: int, num_ranks: int) -> None:
     """Plain `nn.Parameter`s in the master dtype, contiguous, and SlicedTensors again after the block."""
@@ -50,7 +50,7 @@ def test_gathered_parameters_are_the_plain_ones(precision: str | None, stage: in
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_gathered_takes_a_module_a_parameter_or_several(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         plain, model = _stack(), onecopy.shard(_stack(), stage)
@@ -67,7 +67,7 @@ def test_gathered_takes_a_module_a_parameter_or_several(stage: int, num_ranks: i
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_gathered_sees_what_the_optimizer_wrote(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         plain, model = _stack(), onecopy.shard(_stack(), stage)
@@ -80,7 +80,7 @@ def test_gathered_sees_what_the_optimizer_wrote(stage: int, num_ranks: int) -> N
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_writes_are_the_first_ranks_and_are_trained_on(stage: int, num_ranks: int) -> None:
     """Every rank writes something else; rank 0's counts, on all of them, also for the forward that follows."""
 
@@ -103,7 +103,7 @@ def test_writes_are_the_first_ranks_and_are_trained_on(stage: int, num_ranks: in
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("initialise", [nn.init.xavier_uniform_, nn.init.orthogonal_, nn.init.trunc_normal_])
 def test_initialising_inside_gathered_equals_initialising_the_plain_model(
     initialise: Callable[[Tensor], Any], stage: int, num_ranks: int
@@ -120,7 +120,7 @@ def test_initialising_inside_gathered_equals_initialising_the_plain_model(
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_a_write_without_saying_so_is_an_error(stage: int, num_ranks: int) -> None:
     """It would be lost, or differ from rank to rank. The model keeps its values and goes on."""
 
@@ -134,7 +134,7 @@ def test_a_write_without_saying_so_is_an_error(stage: int, num_ranks: int) -> No
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         model = onecopy.shard(_stack(), stage)
@@ -153,7 +153,7 @@ def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage:
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_generating_inside_gathered_equals_the_plain_model(stage: int, num_ranks: int) -> None:
     """A loop of its own length on every rank, which would hang outside of it at stage 3."""
 
@@ -191,7 +191,7 @@ def test_what_gathered_refuses(stage: int) -> None:
 # --- state_dict
 
 
-@everywhere
+@every_stage
 def test_state_dict_has_the_plain_models_names_shapes_and_dtypes(stage: int, num_ranks: int) -> None:
     """Outside the block as SlicedTensors of true shape, tied names and all; inside it whole, equal to the plain one."""
 
@@ -210,7 +210,7 @@ def test_state_dict_has_the_plain_models_names_shapes_and_dtypes(stage: int, num
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_whole_state_dict_loads(where: str, stage: int, num_ranks: int) -> None:
     """Inside the block as into a plain model; outside it every rank cuts its slice out of what it was given."""
@@ -236,7 +236,7 @@ def test_a_whole_state_dict_loads(where: str, stage: int, num_ranks: int) -> Non
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_a_sliced_state_dict_goes_back(stage: int, num_ranks: int) -> None:
     """Kept before two steps as copies, and loaded after them."""
 
@@ -255,7 +255,7 @@ def test_a_sliced_state_dict_goes_back(stage: int, num_ranks: int) -> None:
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_a_whole_state_dict_saves_and_loads_into_a_plain_model(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         model = onecopy.shard(_stack(), stage)
@@ -283,7 +283,7 @@ def test_a_state_dict_of_other_shapes_is_refused_as_torch_does(stage: int) -> No
     run_ranks(2, run)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_optimizers_state_dict_round_trip(fused: bool, stage: int, num_ranks: int) -> None:
     """Two steps, state taken over by a new optimizer, two more: four steps of one optimizer on a plain model."""

@@ -27,7 +27,7 @@ from oracle import (
     train,
     whole_weights,
 )
-from ranks import everywhere, run_ranks
+from ranks import every_stage, run_ranks
 
 
 def _stack() -> nn.Module:
@@ -48,7 +48,7 @@ def _sgd(model: nn.Module) -> Optimizer:
 # --- clipping
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_clip_grad_norm_of_any_order(norm_type: float, foreach: bool | None, stage: int, num_ranks: int) -> None:
@@ -93,7 +93,7 @@ def test_error_if_nonfinite_is_raised_on_every_rank(stage: int) -> None:
 # --- forwards and backwards in other numbers than one each
 
 
-@everywhere
+@every_stage
 def test_several_forwards_before_one_backward(stage: int, num_ranks: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> None:
         optimizer = _sgd(model)
@@ -106,7 +106,7 @@ def test_several_forwards_before_one_backward(stage: int, num_ranks: int) -> Non
     _check(stage, num_ranks, loop)
 
 
-@everywhere
+@every_stage
 def test_two_forwards_then_two_backwards(stage: int, num_ranks: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> None:
         optimizer = _sgd(model)
@@ -120,7 +120,7 @@ def test_two_forwards_then_two_backwards(stage: int, num_ranks: int) -> None:
     _check(stage, num_ranks, loop)
 
 
-@everywhere
+@every_stage
 def test_two_backwards_through_one_graph(stage: int, num_ranks: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> None:
         loss = model(*mine(vector_batches(1)[0]))
@@ -131,7 +131,7 @@ def test_two_backwards_through_one_graph(stage: int, num_ranks: int) -> None:
     _check(stage, num_ranks, loop)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("first", [False, True], ids=["between forward and backward", "before the first step"])
 def test_evaluation_in_the_middle_of_training(mode: Any, first: bool, stage: int, num_ranks: int) -> None:
@@ -162,7 +162,7 @@ def test_evaluation_in_the_middle_of_training(mode: Any, first: bool, stage: int
     _check(stage, num_ranks, loop)
 
 
-@everywhere
+@every_stage
 def test_gradients_of_inputs(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         x, y = vector_batches(1)[0]
@@ -198,7 +198,7 @@ def _groups_by_name(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("groups", [_groups_by_ndim, _groups_by_name], ids=["by ndim", "by name"])
 def test_parameter_groups(groups: Callable[[nn.Module], list[dict[str, Any]]], stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
@@ -242,7 +242,7 @@ def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: i
 # --- when the optimizer is made
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("when", ["before the first forward", "after the first forward", "after the first backward"])
 def test_it_does_not_matter_when_the_optimizer_is_made(when: str, stage: int, num_ranks: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> None:
@@ -259,7 +259,7 @@ def test_it_does_not_matter_when_the_optimizer_is_made(when: str, stage: int, nu
     _check(stage, num_ranks, loop)
 
 
-@everywhere
+@every_stage
 def test_parameters_seen_before_a_forward_are_those_after_it(stage: int, num_ranks: int) -> None:
     """The optimizer holds them: they must be the same objects, at every moment outside of computation."""
 

@@ -26,7 +26,7 @@ from oracle import (
     train,
     whole_weights,
 )
-from ranks import everywhere, run_ranks
+from ranks import every_stage, run_ranks
 
 
 class Recurrent(nn.Module):
@@ -90,7 +90,7 @@ class Parametrized(nn.Module):
         return F.mse_loss(self.head(self.turn(x)), y)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("kind", [Recurrent, LstmUnits, Encoder, Parametrized])
 def test_module_of_torch_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
@@ -99,7 +99,7 @@ def test_module_of_torch_trains_like_twin(kind: type[nn.Module], stage: int, num
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("kind", [Recurrent, LstmUnits, Encoder])
 def test_module_of_torch_evaluates_like_plain(kind: type[nn.Module], stage: int, num_ranks: int) -> None:
     """Its fast paths without gradients too, before training and after a step."""
@@ -116,7 +116,7 @@ def test_module_of_torch_evaluates_like_plain(kind: type[nn.Module], stage: int,
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("sparse", [False, True])
 def test_embedding_gradients_sparse_or_padded(sparse: bool, stage: int, num_ranks: int) -> None:
     class Bag(nn.Module):
@@ -141,10 +141,10 @@ def test_embedding_gradients_sparse_or_padded(sparse: bool, stage: int, num_rank
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("before", [True, False], ids=["before sharding", "after sharding"])
 def test_module_hooks_act_as_on_a_plain_model(before: bool, stage: int, num_ranks: int) -> None:
-    """Hooks may change inputs and outputs, and full backward hooks gradients. Those from before see whole parameters."""
+    """Hooks may change inputs and outputs, and full backward hooks gradients. Earlier ones see whole parameters."""
 
     def add_hooks(model: nn.Module, seen: list[float]) -> nn.Module:
         def scale(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def test_module_hooks_act_as_on_a_plain_model(before: bool, stage: int, num_rank
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_attributes_that_users_set_on_parameters_are_kept(stage: int, num_ranks: int) -> None:
     """Groups are often built from them ("no_decay")."""
 
@@ -188,7 +188,7 @@ def test_attributes_that_users_set_on_parameters_are_kept(stage: int, num_ranks:
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_sharding_and_training_draw_no_random_numbers(stage: int, num_ranks: int) -> None:
     """So that dropout and shuffling are those of the same script without onecopy."""
 
@@ -201,7 +201,7 @@ def test_sharding_and_training_draw_no_random_numbers(stage: int, num_ranks: int
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_a_moving_average_of_the_weights_kept_by_hand(stage: int, num_ranks: int) -> None:
     """Elementwise, so it stays a slice; put into the model it evaluates like the plain one."""
 
@@ -255,7 +255,7 @@ class Auxiliary(nn.Module):
         return F.mse_loss(self.head(x), y) + sum(block.loss for block in self.blocks)
 
 
-@everywhere
+@every_stage
 def test_losses_left_behind_as_attributes_train_like_twin_or_are_refused(stage: int, num_ranks: int) -> None:
     """A unit ends its backward where its returned tensors say so; what is not returned must not be lost in silence."""
 

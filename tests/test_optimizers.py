@@ -17,7 +17,7 @@ import onecopy
 from models import Stack, seeded, vector_batches
 from onecopy.errors import OnecopyError
 from oracle import assert_same_weights, assert_trains_like_twin, gathered_weights, part, train, whole_weights
-from ranks import everywhere, run_ranks
+from ranks import every_stage, run_ranks
 
 ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, lr=0.1),
@@ -96,7 +96,7 @@ def test_optimizer_that_needs_whole_matrices_is_refused(name: str, stage: int) -
     run_ranks(2, run)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "with state"])
 @pytest.mark.parametrize("make", ["AdamW", "Adam fused", "SGD nesterov"])
 def test_optimizer_made_before_sharding_is_remapped(make: str, stepped: bool, stage: int, num_ranks: int) -> None:
@@ -119,7 +119,7 @@ def test_optimizer_made_before_sharding_is_remapped(make: str, stepped: bool, st
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_a_schedulers_link_to_a_remapped_optimizer_holds(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         model, twin = seeded(Stack), seeded(Stack)

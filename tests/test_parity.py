@@ -38,9 +38,9 @@ LOOPS: tuple[Loop, ...] = tuple(product((1, 3), OPTIMIZERS, (None, CLIP)))
 
 
 def _batches(loop: Loop, half: torch.dtype | None) -> list[Batch]:
-    """Ten steps with SGD in fp32; three with Adam and four in bf16, which show the same faults in less time."""
+    """Ten steps with SGD in fp32; three with Adam and two in bf16, which show the same faults in less time."""
     accumulate, optimizer_name, _ = loop
-    steps = 4 if half is not None else 10 if optimizer_name == "sgd" else 3
+    steps = 2 if half is not None else 10 if optimizer_name == "sgd" else 3
     return token_batches(accumulate * steps)
 
 
@@ -140,19 +140,20 @@ def test_fp32_run_equals_whole_batch_twin(stage: int, num_ranks: int, loop: Loop
 def test_bf16_run_equals_whole_batch_twin(stage: int, num_ranks: int, loop: Loop) -> None:
     """bf16 compute over fp32 masters, to what the rounding of gradients to bf16 leaves.
 
-    A gradient is rounded once on each rank where the twin rounds it once for the whole batch (2^-8 of it each). On the
-    same loops fully_shard differs from the twin by up to 1.1e-3 in losses, 5.4e-3 in norms and 1.9e-2 in the update;
-    the limits are powers of two above that. The sharp test of bf16 is the one to the last bit below.
+    A gradient is rounded once on each rank where the twin rounds it once for the whole batch (2^-8 of it each), and
+    Adam's first steps are as large for a gradient that is all rounding as for any other. On the same loops fully_shard
+    differs from the twin by up to 6.6e-4 in losses, 2.3e-3 in norms, 8.7e-3 in the update with SGD and 4.9e-2 with
+    Adam; the limits are the powers of two above that. The sharp test of bf16 is the one to the last bit below.
     """
     runs = _runs(stage, num_ranks, "bf16", loop)
     twin = _twins("bf16")[loop]
     _every_rank_agrees(runs)
-    assert _mean_losses(runs) == pytest.approx(twin.losses, rel=2**-8, abs=0)
-    assert runs[0].norms == pytest.approx(twin.norms, rel=2**-7, abs=0)
+    assert _mean_losses(runs) == pytest.approx(twin.losses, rel=2**-10, abs=0)
+    assert runs[0].norms == pytest.approx(twin.norms, rel=2**-8, abs=0)
     assert all(weight.dtype == torch.float32 for weight in runs[0].weights.values())
     error = sum((runs[0].weights[name] - value).square().sum() for name, value in twin.weights.items())
     update = sum((_start()[name] - value).square().sum() for name, value in twin.weights.items())
-    assert error**0.5 <= 2**-5 * update**0.5
+    assert error**0.5 <= (2**-6 if loop[1] == "sgd" else 2**-4) * update**0.5
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

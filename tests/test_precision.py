@@ -28,7 +28,7 @@ from oracle import (
     train_in_rank_order,
     whole_weights,
 )
-from ranks import everywhere, run_ranks
+from ranks import every_stage, run_ranks
 
 
 def _stack() -> nn.Module:
@@ -38,7 +38,7 @@ def _stack() -> nn.Module:
 # --- GradScaler
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-loop", "adamw", "sgd"])
 def test_grad_scaler_trains_like_twin(optimizer: str, stage: int, num_ranks: int) -> None:
     """With unscale_ and clipping between; powers of two cost no rounding."""
@@ -59,7 +59,7 @@ def test_grad_scaler_trains_like_twin(optimizer: str, stage: int, num_ranks: int
     run_ranks(num_ranks, lambda rank: assert_loop_like_twin(rank, num_ranks, loop, _stack, stage=stage) and None)
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-loop", "sgd"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: float, optimizer: str, stage: int, num_ranks: int) -> None:
@@ -89,7 +89,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: float, optimizer: st
     run_ranks(num_ranks, run)
 
 
-@everywhere
+@every_stage
 def test_fp16_compute_over_fp32_masters_with_a_scaler(stage: int, num_ranks: int) -> None:
     """Against the twin that computes with fp16 copies; limits as in the bf16 parity, for a dtype eight times finer."""
 
@@ -123,7 +123,7 @@ def test_fp16_compute_over_fp32_masters_with_a_scaler(stage: int, num_ranks: int
 # --- autocast
 
 
-@everywhere
+@every_stage
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_autocast_trains_like_rank_ordered_twin(accumulate: int, stage: int, num_ranks: int) -> None:
     """To the last bit, with parameters used twice in one autocast region.

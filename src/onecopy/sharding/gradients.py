@@ -95,7 +95,7 @@ class Gradients:
         if self._left:
             raise UsageError(
                 f"a gradient for {gradient.sliced.slicing.name!r} came after its unit {self._bucket.unit!r} had "
-                f"finished backward: the loss uses a tensor that the unit's forward did not return. Return it from forward."
+                f"finished backward: the loss uses a tensor that the unit's forward did not return. Return it there."
             )
         arrived = gradient.whole.grad
         assert arrived is not None
