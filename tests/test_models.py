@@ -172,6 +172,16 @@ def test_vector_model_trains_like_twin(kind: type[nn.Module], stage: int, num_ra
     run_ranks(num_ranks, run)
 
 
+@pytest.mark.parametrize("num_ranks, group", [(1, False), (1, True), (4, True)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_vector_models_train_like_twin_on_one_rank_and_on_four(stage: int, num_ranks: int, group: bool) -> None:
+    def run(rank: int) -> None:
+        for kind in (TiedInside, Odd, TinyOnly, Transposed, Reused, Mixed):
+            assert_trains_like_twin(rank, num_ranks, lambda kind=kind: seeded(kind), vector_batches(2), stage=stage)
+
+    run_ranks(num_ranks, run, group=group)
+
+
 @everywhere
 def test_weight_tied_across_units_trains_like_twin(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
