@@ -238,4 +238,4 @@ def test_stage_3_peak_does_not_grow_with_depth(prefetch: int) -> None:
         # The gradients' slices grow as they must: half a unit for every block on two ranks.
         assert deep[0] == pytest.approx(shallow[0], abs=0.2)
         assert deep[1] - 10 / 2 == pytest.approx(shallow[1] - 4 / 2, abs=0.7)
-        assert deep[0] == pytest.approx(1 + prefetch, abs=0.3)
+        assert deep[0] <= 1 + prefetch + 0.3
