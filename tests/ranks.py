@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import io
 import os
 import pickle
@@ -95,9 +96,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix=f"onecopy-ranks-{os.getpid()}-") as folder:
         children: list[_Child] = []
         try:
+            # A child's garbage collector would otherwise write to every object here, and so copy all of its memory.
+            gc.freeze()
             for rank in range(num_ranks):
                 size = num_ranks if group else 0
                 children.append(_fork(rank, size, function, args, Path(folder), group_timeout, children))
+            gc.unfreeze()
             failure = _collect(children, time.monotonic() + timeout)
             if failure is not None:
                 raise RankError(failure)

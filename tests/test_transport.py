@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -13,20 +15,29 @@ from torch import Tensor, nn
 import onecopy
 from onecopy.comm import mesh as mesh_file
 from onecopy.comm.collective import Collective, Label, Posted, Program
+from onecopy.comm.cross_memory import SWITCH, Neighbours, find_neighbours, read_memory
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.transport import DirectExchange, NativeCalls, Peers, Transport
+from onecopy.errors import CollectiveError, CollectiveTimeout
 from onecopy.memory.staging import Staging
 from ranks import run_ranks
 
 
-def _peers() -> Peers:
+def _exchange(own: object) -> list[object]:
+    objects: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, own)
+    return objects
+
+
+def _peers(near: bool = False) -> Peers:
     group = dist.group.WORLD
     assert group is not None
-    return Peers(group, dist.get_rank(), tuple(range(dist.get_world_size())))
+    neighbours = find_neighbours(dist.get_rank(), _exchange, smallest=1) if near else Neighbours()
+    return Peers(group, dist.get_rank(), tuple(range(dist.get_world_size())), neighbours)
 
 
 def _run(program: Program) -> None:
-    Collective(program, Label("test", "", "shard"), 0, Ledger()).finish()
+    Collective(program, Label("test", "", "shard"), 0, Ledger()).settle()
 
 
 def _data(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -34,14 +45,15 @@ def _data(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[str, Tensor]:
-    transport: Transport = DirectExchange(Staging(limit)) if make == "direct" else NativeCalls()
-    peers = _peers()
+    transport: Transport = NativeCalls() if make == "native" else DirectExchange(Staging(limit))
+    peers = _peers(near=make == "memory")
+    assert bool(peers.neighbours.processes) == (make == "memory")
     size, numel = peers.size, 240
     own = _data(rank, numel, dtype)
     part = slice(rank * numel // size, (rank + 1) * numel // size)
     gathered = torch.zeros(numel, dtype=dtype)
     gathered[part] = own[part]
-    _run(transport.all_gather(peers, gathered, 1))
+    _run(transport.all_gather(peers, own[part], gathered, 1))
     out = torch.empty(numel // size)
     _run(transport.reduce_scatter(peers, own.clone(), out, 2))
     reduced = own.clone()
@@ -60,9 +72,12 @@ def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[s
         ("direct", torch.float32, 2**20),
         ("direct", torch.float32, 64),
         ("direct", torch.bfloat16, 2**20),
+        ("memory", torch.float32, 2**20),
+        ("memory", torch.float32, 64),
+        ("memory", torch.bfloat16, 2**20),
         ("native", torch.float32, 0),
     ],
-    ids=["direct", "direct in pieces", "direct bf16", "native"],
+    ids=["direct", "direct in pieces", "direct bf16", "memory", "memory in pieces", "memory bf16", "native"],
 )
 def test_collectives_equal_torch_on_all_ranks_data(num_ranks: int, make: str, dtype: torch.dtype, limit: int) -> None:
     data = [_data(rank, 240, dtype) for rank in range(num_ranks)]
@@ -121,11 +136,14 @@ class DelayedExchange(DirectExchange):
 
     def _delay(self, program: Program) -> Program:
         yield []
-        for posted in program:
-            yield [Posted(_Late(item), item.peer) for item in posted]
+        try:
+            while True:
+                yield [Posted(_Late(item), item.peer) for item in next(program)]
+        except StopIteration as end:
+            return end.value
 
-    def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
-        return self._delay(super().all_gather(peers, whole, tag))
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
+        return self._delay(super().all_gather(peers, mine, whole, tag))
 
     def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         return self._delay(super().reduce_scatter(peers, whole, out, tag))
@@ -136,9 +154,11 @@ def _mlp() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())))
 
 
-def _train(rank: int, stage: int, delayed: bool, batch: Tensor) -> list[Tensor]:
+def _train(rank: int, stage: int, how: str, batch: Tensor) -> list[Tensor]:
     model = _mlp()
-    if delayed:
+    if how == "memory":
+        mesh_file.find_neighbours = partial(find_neighbours, smallest=1)
+    if how == "delayed":
         mesh_file.transport_for = lambda group, device, staging: DelayedExchange(staging)
     if rank is not None:
         onecopy.shard(model, stage)
@@ -162,14 +182,66 @@ def _plain(batch: Tensor) -> Iterator[Tensor]:
     return iter([p.detach() for p in model.parameters()])
 
 
+@pytest.mark.parametrize("how", ["delayed", "memory"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_delayed_messages_change_nothing(stage: int) -> None:
+def test_way_and_time_of_messages_change_nothing(stage: int, how: str) -> None:
     """A buffer reused while a late collective reads it would give every layer the last one's gradient.
 
     Oracle: one process on the whole batch.
     """
     batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     expected = list(_plain(batch))
-    for weights in run_ranks(2, _train, stage, True, batch):
+    for weights in run_ranks(2, _train, stage, how, batch):
         for got, want in zip(weights, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def _offer_other_sizes(rank: int) -> str:
+    peers, transport = _peers(near=True), DirectExchange(Staging())
+    mine = torch.zeros(4 + 4 * rank)
+    program = transport.all_gather(peers, mine, torch.zeros(2 * len(mine)), 1)
+    with pytest.raises(CollectiveError) as caught:
+        Collective(program, Label("all_gather", "block", "shard"), 0, Ledger()).settle()
+    return str(caught.value.__cause__)
+
+
+def test_collectives_that_do_not_belong_together_are_refused_where_memory_is_read() -> None:
+    small, large = run_ranks(2, _offer_other_sizes)
+    assert "32 bytes where 16 were expected" in small
+    assert "16 bytes where 32 were expected" in large
+
+
+def _leave_before_reading(rank: int) -> str:
+    peers, transport = _peers(near=True), DirectExchange(Staging())
+    if rank == 1:
+        time.sleep(0.5)
+        return ""
+    program = transport.all_gather(peers, torch.zeros(4), torch.zeros(8), 1)
+    with pytest.raises(CollectiveTimeout) as caught:
+        Collective(program, Label("all_gather", "block", "shard"), 0, Ledger()).settle()
+    return str(caught.value)
+
+
+def test_a_neighbour_that_never_answers_is_named() -> None:
+    said, _ = run_ranks(2, _leave_before_reading, group_timeout=2)
+    assert "all_gather of unit 'block'" in said
+    assert "no answer from rank 1" in said
+
+
+def _neighbours(rank: int, *, switched_off: int | None) -> list[int]:
+    if rank == switched_off:
+        os.environ[SWITCH] = "0"
+    return sorted(find_neighbours(rank, _exchange).processes)
+
+
+def test_neighbours_are_mutual_and_can_be_switched_off() -> None:
+    assert run_ranks(3, partial(_neighbours, switched_off=None)) == [[1, 2], [0, 2], [0, 1]]
+    assert run_ranks(3, partial(_neighbours, switched_off=1)) == [[2], [], [0]]
+
+
+def test_memory_of_another_process_is_read_or_refused() -> None:
+    """Oracle: the bytes themselves; and a process id that the kernel never gives out."""
+    source, target = torch.arange(1000), torch.zeros(1000, dtype=torch.int64)
+    assert read_memory(os.getpid(), source.data_ptr(), target)
+    assert torch.equal(source, target)
+    assert not read_memory(2**30, source.data_ptr(), target)

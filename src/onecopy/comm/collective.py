@@ -7,7 +7,7 @@ for. `Collective` runs it: to the first wait when it is issued, on to the next a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
@@ -41,8 +41,11 @@ class Posted:
     peer: int | None
 
 
-Program = Iterator[Sequence[Posted]]
-"""A collective's messages: each item is what must arrive before the program may go on."""
+Program = Generator[Sequence[Posted], None, Sequence[Posted]]
+"""A collective's messages: each item is what must arrive before the program may go on.
+
+It returns what its own result does not depend on: messages that peers may still read out of this rank's buffers.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Collective:
         self._issued = perf_counter()
         self._exposed = 0.0
         self._posted: Sequence[Posted] | None = None
+        self._left: Sequence[Posted] = ()
         self._step()
 
     @property
@@ -87,7 +91,7 @@ class Collective:
         """Wait for the messages posted so far and post the next ones. Returns whether all is done."""
         if self._posted is not None:
             start = perf_counter()
-            self._wait()
+            self._wait(self._posted)
             if (timeline := self._ledger.timeline) is not None:
                 timeline.add(
                     f"wait for {self._label.op} {self._label.unit}",
@@ -108,7 +112,9 @@ class Collective:
     def _step(self, start: float | None = None) -> None:
         start = perf_counter() if start is None else start
         try:
-            self._posted = next(self._program, None)
+            self._posted = next(self._program)
+        except StopIteration as end:
+            self._posted, self._left = None, end.value
         except RuntimeError as error:
             self._posted = None
             raise self._failure(error, {error.rank} if isinstance(error, PeerUnreachable) else set()) from error
@@ -127,14 +133,19 @@ class Collective:
             if (timeline := self._ledger.timeline) is not None:
                 timeline.add_collective(self._label.op, self._phase, self._label.unit, self._issued, now, self._sent)
 
-    def _wait(self) -> None:
-        assert self._posted is not None
-        for position, posted in enumerate(self._posted):
+    def settle(self) -> None:
+        """Finish, and wait until no peer reads this rank's buffers for it any more."""
+        self.finish()
+        left, self._left = self._left, ()
+        self._wait(left)
+
+    def _wait(self, messages: Sequence[Posted]) -> None:
+        for position, posted in enumerate(messages):
             try:
                 posted.work.wait()
             except RuntimeError as error:
-                unfinished, self._posted = self._posted[position:], None
-                self._fail(error, unfinished)
+                self._posted = None
+                self._fail(error, messages[position:])
 
     def _fail(self, error: RuntimeError, unfinished: Sequence[Posted]) -> NoReturn:
         """Name the failure. Those after the first were never waited for: have a look whether they are missing too."""

@@ -6,7 +6,9 @@ redundancy for recovery have both. Without a process group every axis has size 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -15,8 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.collective import Collective, Label, Program
+from onecopy.comm.cross_memory import find_neighbours
 from onecopy.comm.ledger import Ledger
-from onecopy.comm.transport import Peers, Transport, control_device, transport_for
+from onecopy.comm.transport import Peers, Transport, control_device, exchanges_directly, transport_for
 from onecopy.errors import CollectiveError, SettingsError
 from onecopy.memory.staging import Staging
 
@@ -48,13 +51,25 @@ class Axis:
         self._staging = staging
         self._ledger = ledger
         self._transports: dict[torch.device, Transport] = {}
+        self._unsettled: deque[Collective] = deque()
 
-    def all_gather(self, whole: Tensor, unit: str, tag: int) -> Collective | None:
-        """Fill the flat ``whole``, in which this rank's slice is in place. Sends (N-1)/N of it. None: nothing to do."""
+    def all_gather(self, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
+        """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do.
+
+        Peers may read ``mine`` until `settle`.
+        """
+        whole.chunk(self.size)[self.rank].copy_(mine)
         if self._peers is None:
             return None
-        program = self._transport(whole).all_gather(self._peers, whole, _TAG_BASE + tag)
-        return self._issue(program, "all_gather", unit, self._fraction(whole))
+        program = self._transport(whole).all_gather(self._peers, mine, whole, _TAG_BASE + tag)
+        collective = self._issue(program, "all_gather", unit, self._fraction(whole))
+        self._unsettled.append(collective)
+        return collective
+
+    def settle(self) -> None:
+        """Wait until no peer reads the slices of earlier gathers any more, so that they may change."""
+        while self._unsettled:
+            self._unsettled.popleft().settle()
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""
@@ -100,15 +115,7 @@ class Axis:
         """Every rank's picklable object, in order of places. For messages to people, not for training."""
         if self._peers is None:
             return [own]
-        objects: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(objects, own, group=self._peers.group)
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"exchange of settings over the {self.name} axis failed: a rank among {self.ranks} has most likely "
-                f"ended; its own output says why."
-            ) from error
-        return objects
+        return _exchange_objects(self._peers, own, self.name)
 
     @property
     def control_device(self) -> torch.device:
@@ -194,8 +201,23 @@ def make_mesh(mesh: DeviceMesh | None, *, shards: bool, ledger: Ledger, staging:
         if group is None or group.size() == 1:
             return Axis(name, None, staging, ledger)
         peers = Peers(group, group.rank(), tuple(dist.get_process_group_ranks(group)))
+        if exchanges_directly(group):
+            neighbours = find_neighbours(peers.rank, partial(_exchange_objects, peers, axis=name))
+            peers = replace(peers, neighbours=neighbours)
         return Axis(name, peers, staging, ledger)
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),))
     return Mesh(Axis("shard", None, staging, ledger), (axis("shard"), axis("replicate")))
+
+
+def _exchange_objects(peers: Peers, own: T, axis: str) -> list[T]:
+    objects: list[Any] = [None] * peers.size
+    try:
+        dist.all_gather_object(objects, own, group=peers.group)
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"exchange of settings over the {axis} axis failed: a rank among {peers.ranks} has most likely "
+            f"ended; its own output says why."
+        ) from error
+    return objects

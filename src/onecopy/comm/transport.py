@@ -20,25 +20,35 @@ One private torch name, read in torch 2.13 and tested in tests/test_private_apis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onecopy.comm.collective import PeerUnreachable, Posted, Program
+from onecopy.comm.collective import PeerUnreachable, Posted, Program, Work
+from onecopy.comm.cross_memory import Fetch, Neighbours, Offer
 from onecopy.memory.staging import Staging
+
+_ANSWER_TAG: Final = 1 << 28
 
 
 @dataclass(frozen=True)
 class Peers:
-    """One axis of the mesh as a transport sees it: the group, this rank's place in it, and global rank numbers."""
+    """One axis of the mesh as a transport sees it.
+
+    Attributes:
+        group: its process group.
+        rank: this rank's place on it.
+        ranks: the global rank at each place.
+        neighbours: the places that are reached through memory and not through a socket.
+    """
 
     group: dist.ProcessGroup
     rank: int
     ranks: tuple[int, ...]
+    neighbours: Neighbours = field(default_factory=Neighbours)
 
     @property
     def size(self) -> int:
@@ -53,8 +63,11 @@ class Peers:
 class Transport(Protocol):
     """The collectives the engine needs. ``whole`` is flat, of `size` equal slices; ``tag`` names the collective."""
 
-    def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
-        """Fill ``whole``, in which this rank's slice is already in place. Sends (N-1)/N of it."""
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
+        """Fill ``whole`` with every rank's ``mine``; this rank's is already in place. Sends (N-1)/N of ``whole``.
+
+        ``mine`` may be read by peers until the collective is settled.
+        """
 
     def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         """Set ``out`` to the mean over ranks of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""
@@ -75,12 +88,12 @@ class DirectExchange:
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
-    def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
         slices = whole.chunk(peers.size)
-        mine = slices[peers.rank]
-        posted = [_receive(peers, slices[peer], peer, tag) for peer in peers.others()]
-        posted += [_send(peers, mine, peer, tag) for peer in peers.others()]
-        yield posted
+        received = [_receive(peers, slices[peer], peer, tag) for peer in peers.others()]
+        sent = [_send(peers, mine, peer, tag) for peer in peers.others()]
+        yield received
+        return sent
 
     def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         slices = whole.chunk(peers.size)
@@ -100,19 +113,23 @@ class DirectExchange:
             for number in range(min(banks, len(pieces))):
                 receive(number)
             for number, (start, stop) in enumerate(pieces):
-                yield arriving[number] + (sends if stop == mine.numel() else [])
+                yield arriving[number]
                 terms = dict(zip(others, staged[number % banks, :, : stop - start], strict=True))
                 terms[peers.rank] = mine[start:stop]
                 _mean_in_rank_order([terms[rank] for rank in range(peers.size)], out[start:stop])
                 if number + banks < len(pieces):
                     receive(number + banks)
+        yield sends
+        return []
 
     def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
         mean = torch.empty_like(whole[: whole.numel() // peers.size])
         yield from self.reduce_scatter(peers, whole, mean, tag)
-        whole.chunk(peers.size)[peers.rank].copy_(mean)
+        mine = whole.chunk(peers.size)[peers.rank]
+        mine.copy_(mean)
         del mean
-        yield from self.all_gather(peers, whole, tag + 1)
+        yield (yield from self.all_gather(peers, mine, whole, tag + 1))
+        return []
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         if peers.rank == 0:
@@ -122,6 +139,7 @@ class DirectExchange:
             yield posted
         else:
             yield [_receive(peers, out, 0, tag)]
+        return []
 
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         received = values.new_empty(peers.size, values.numel())
@@ -130,40 +148,56 @@ class DirectExchange:
         posted += [_send(peers, received[peers.rank], peer, tag) for peer in peers.others()]
         yield posted
         values.copy_(received.amax(0) if maximum else received.sum(0))
+        return []
 
 
 class NativeCalls:
     """The backend's own collectives, on its own streams; waiting orders the caller's stream after them."""
 
-    def all_gather(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
+        # NCCL gathers in place, and saves a copy, when its input is where its output goes.
         mine = whole.chunk(peers.size)[peers.rank]
         yield _native(dist.all_gather_single(whole, mine, group=peers.group, async_op=True))
+        return []
 
     def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         total = torch.empty_like(whole[: whole.numel() // peers.size])
         operation, divisor = _mean_of(peers)
         yield _native(dist.reduce_scatter_single(total, whole, op=operation, group=peers.group, async_op=True))
         torch.div(total, divisor, out=out) if total.dtype == out.dtype else out.copy_(total).div_(divisor)
+        return []
 
     def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
         operation, divisor = _mean_of(peers)
         yield _native(dist.all_reduce(whole, op=operation, group=peers.group, async_op=True))
         if divisor != 1:
             whole.div_(divisor)
+        return []
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         slices = list(whole.chunk(peers.size)) if peers.rank == 0 else None
         yield _native(dist.scatter(out, slices, src=peers.ranks[0], group=peers.group, async_op=True))
+        return []
 
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         yield _native(dist.all_reduce(values, op=operation, group=peers.group, async_op=True))
+        return []
 
 
 def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Staging) -> Transport:
     """The transport for tensors of ``device`` on ``group``, by the name of the backend that serves them there."""
-    backend = group._get_backend(device).name()
-    return DirectExchange(staging) if backend == "gloo" else NativeCalls()
+    return DirectExchange(staging) if _backend(group, device) == "gloo" else NativeCalls()
+
+
+def exchanges_directly(group: dist.ProcessGroup) -> bool:
+    """Whether CPU tensors on ``group`` go by `DirectExchange`."""
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    name: str = group._get_backend(device).name()
+    return name
 
 
 def control_device(group: dist.ProcessGroup) -> torch.device:
@@ -196,20 +230,40 @@ def _mean_of(peers: Peers) -> tuple[dist.ReduceOp.RedOpType, int]:
 
 
 def _send(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:
-    return _post(peers, peer, partial(dist.isend, tensor, group=peers.group, group_dst=peer, tag=tag))
+    link = _Link(peers, peer, tag)
+    if peers.neighbours.reach(peer, tensor):
+        return Posted(Offer(tensor, link.send, link.receive), peers.ranks[peer])
+    return Posted(link.send(tensor), peers.ranks[peer])
 
 
 def _receive(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:
-    return _post(peers, peer, partial(dist.irecv, tensor, group=peers.group, group_src=peer, tag=tag))
+    link = _Link(peers, peer, tag)
+    if peers.neighbours.reach(peer, tensor):
+        return Posted(Fetch(tensor, peers.neighbours, peer, link.send, link.receive), peers.ranks[peer])
+    return Posted(link.receive(tensor), peers.ranks[peer])
 
 
-def _post(peers: Peers, peer: int, message: Callable[[], dist.Work | None]) -> Posted:
-    try:
-        work = message()
-    except RuntimeError as error:
-        raise PeerUnreachable(peers.ranks[peer]) from error
-    assert work is not None
-    return Posted(work, peers.ranks[peer])
+@dataclass(frozen=True)
+class _Link:
+    """One peer's messages under one tag. An answer travels under a tag of its own, as both may be awaited at once."""
+
+    peers: Peers
+    peer: int
+    tag: int
+
+    def send(self, tensor: Tensor, *, answer: bool = False) -> Work:
+        return self._post(lambda tag: dist.isend(tensor, group=self.peers.group, group_dst=self.peer, tag=tag), answer)
+
+    def receive(self, tensor: Tensor, *, answer: bool = False) -> Work:
+        return self._post(lambda tag: dist.irecv(tensor, group=self.peers.group, group_src=self.peer, tag=tag), answer)
+
+    def _post(self, message: Callable[[int], dist.Work | None], answer: bool) -> Work:
+        try:
+            work = message(self.tag + answer * _ANSWER_TAG)
+        except RuntimeError as error:
+            raise PeerUnreachable(self.peers.ranks[self.peer]) from error
+        assert work is not None
+        return work
 
 
 def _native(work: dist.Work | None) -> list[Posted]:

@@ -190,9 +190,9 @@ class Bucket:
     def gather_masters(self) -> FlatBuffer:
         """The whole parameters in the master dtype, gathered into a new buffer."""
         whole = self.buffer(self.dtypes.master)
-        self._own_part(whole.flat).copy_(self.master)
-        if collective := self.mesh.shard.all_gather(whole.flat, self.unit, self.tag + 2):
+        if collective := self.mesh.shard.all_gather(self.master, whole.flat, self.unit, self.tag + 2):
             collective.finish()
+            self.mesh.shard.settle()
         return whole
 
     def equals_slice(self, flat: Tensor) -> bool:
@@ -223,8 +223,8 @@ class Bucket:
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
         with torch.no_grad():
-            self._own_part(self._whole.flat).copy_(self.master)
-        self._gathering = self.mesh.shard.all_gather(self._whole.flat, self.unit, self.tag + backward)
+            mine = self.master.to(self.dtypes.compute)
+            self._gathering = self.mesh.shard.all_gather(mine, self._whole.flat, self.unit, self.tag + backward)
         self._fresh = self._gathering is None
 
     def finish_gather(self) -> None:

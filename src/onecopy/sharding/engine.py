@@ -200,6 +200,7 @@ class Engine:
         else:
             unit.start_gather()
             unit.finish_gather()
+            self.mesh.shard.settle()
 
     def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> Any:
         if not unit.passages:
@@ -221,6 +222,7 @@ class Engine:
             self._in_model_forward = self._records = False
             if not failed:
                 self._forward.end()
+                self.mesh.shard.settle()
         return output
 
     def _watch(self, unit: Unit, visit: Visit, output: Any) -> None:
@@ -299,6 +301,7 @@ class Engine:
         self._backward.start_rest()
         self._reducer.end(deviated=self._forward.deviated or self._backward.deviated)
         self._backward.end()
+        self.mesh.shard.settle()
         self._leave_backward()
         self._micro_batches += 1
 
