@@ -27,36 +27,14 @@ from time import perf_counter
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import onecopy
 from fake import PHASES, Replay, fake_group
-from gpt import Block, Shape
+from nets import HIDDEN, Narrow
 
 TARGET: Final = 150.0
 """Microseconds per unit and step."""
-
-_HIDDEN: Final = 32
-
-
-class Narrow(nn.Module):
-    """Many layers that compute next to nothing: `linear` has 2 parameters in each, `block` (a transformer's) has 12."""
-
-    def __init__(self, kind: str, layers: int) -> None:
-        super().__init__()
-        shape = Shape(hidden=_HIDDEN, heads=2)
-        self.layers = nn.ModuleList(
-            Block(shape) if kind == "block" else nn.Linear(_HIDDEN, _HIDDEN) for _ in range(layers)
-        )
-        for layer in self.layers:
-            if isinstance(layer, nn.Linear):
-                # Through hundreds of layers anything smaller ends in denormal numbers, which CPUs are slow in.
-                nn.init.eye_(layer.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 @dataclass(frozen=True)
@@ -89,7 +67,7 @@ class Stepper:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        self._batch = torch.randn(1, 4, _HIDDEN)
+        self._batch = torch.randn(1, 4, HIDDEN)
 
     def __call__(self) -> dict[str, float]:
         start = perf_counter()
