@@ -42,7 +42,9 @@ class Case:
     tolerance: float = 1e-3
 
 
-def _tokens(vocabulary: int) -> Callable[[torch.Generator, int, int], Batch]:
+def tokens(vocabulary: int) -> Callable[[torch.Generator, int, int], Batch]:
+    """Draws texts of ``size`` tokens, and for each token the next one."""
+
     def draw(generator: torch.Generator, samples: int, size: int) -> Batch:
         text = torch.randint(0, vocabulary, (samples, size + 1), generator=generator)
         return text[:, :-1], text[:, 1:]
@@ -62,13 +64,13 @@ def _vectors(generator: torch.Generator, samples: int, size: int) -> Batch:
 
 CASES: Final = {
     **{
-        f"gpt-{name}": Case(lambda shape=shape: GPT(shape), _tokens(shape.vocabulary), 2, 128)  # type: ignore[misc]
+        f"gpt-{name}": Case(lambda shape=shape: GPT(shape), tokens(shape.vocabulary), 2, 128)  # type: ignore[misc]
         for name, shape in SHAPES.items()
     },
-    "llama": Case(Llama, _tokens(65536), 1, 64),
+    "llama": Case(Llama, tokens(65536), 1, 64),
     "narrow": Case(lambda: Narrow("block", 200), _vectors, 1, 4),
     "resnet50": Case(ResNet50, _images, 4, 64, tolerance=2e-2),
-    "lora": Case(lambda: lora_gpt(SHAPES["30m"]), _tokens(SHAPES["30m"].vocabulary), 2, 128),
+    "lora": Case(lambda: lora_gpt(SHAPES["30m"]), tokens(SHAPES["30m"].vocabulary), 2, 128),
 }
 
 

@@ -147,7 +147,7 @@ def hold(work: Work, systems: Sequence[str], *, weigh: bool, network: bool, limi
 
 def _progress(folder: Path) -> str:
     lines = read_lines(folder, 0)
-    return f"The last that rank 0 began was {lines[-1]}." if lines else ""
+    return f"rank 0 at {lines[-1]}" if lines else "nothing begun"
 
 
 def _weigh(contest: Contest, name: str, network: bool, limit: float) -> Weighed:

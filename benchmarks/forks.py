@@ -46,7 +46,7 @@ def run_ranks(
         limit: seconds after which all are killed.
         network: namespaces for the ranks; None joins them by the loopback interface.
         threads: torch's, of each rank.
-        progress: says, from the folder of the ranks' lines (rank0.txt, …), what was done and what was not, for errors.
+        progress: says from the folder, for `read_lines`, what was found done and what was not, for an error.
 
     Returns:
         Each rank's lines.
@@ -63,8 +63,8 @@ def run_ranks(
             deadline = monotonic() + limit
             while not ranks.join(timeout=max(0.0, deadline - monotonic()), grace_period=2.0):
                 if monotonic() >= deadline:
-                    done = progress(folder) if progress else ""
-                    raise RanksError(f"{num_ranks} ranks did not finish within {limit:.0f} s. {done}".strip())
+                    found = progress(folder) if progress else "some still running"
+                    raise RanksError(f"expected {num_ranks} ranks to end within {limit:.0f} s, found {found}")
         finally:
             for process in ranks.processes:
                 process.kill()

@@ -159,7 +159,8 @@ def _fairscale(model: nn.Module, settings: Settings) -> Trainer:
     model = model.to(DTYPES[settings.precision])
     optimizer = OSS([p for p in model.parameters() if p.requires_grad], torch.optim.AdamW, fused=True)
     wrapped = ShardedDataParallel(model, optimizer, sync_models_at_startup=True, broadcast_buffers=False)
-    return Trainer(_loop(wrapped, optimizer))
+    # Its buckets are the memory of p.grad: let go, as torch's zero_grad does by default, later steps come out wrong.
+    return Trainer(_loop(wrapped, optimizer, set_to_none=False))
 
 
 SYSTEMS: Final = {
@@ -182,7 +183,7 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for parameter in parameters if parameter.requires_grad], fused=True)
 
 
-def _loop(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Batch]], Step]:
+def _loop(model: Any, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> Callable[[list[Batch]], Step]:
     """The plain training loop, with DDP's way to accumulate where the model has it."""
     pause = getattr(model, "no_sync", nullcontext)
 
@@ -195,7 +196,7 @@ def _loop(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Batch]
             total += loss.item()
         start = perf_counter()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none)
         return Step(total, perf_counter() - start)
 
     return step
