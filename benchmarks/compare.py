@@ -26,6 +26,7 @@ from typing import Any, Final
 
 import torch
 
+import overhead
 from cases import CASES, DTYPES
 from contest import Contest, Work, hold
 from namespaces import unavailable
@@ -49,8 +50,8 @@ TARGETS: Final = (
     *(Target(f"onecopy stage {stage}", f"DeepSpeed stage {stage}", 0.5) for stage in (1, 2, 3)),
 )
 
-FAST: Final = ("gpt-3m", "resnet50")
-"""The cases of `--fast`."""
+OVERHEAD: Final = tuple(overhead.Case("linear", 100, ranks, stage) for stage in (1, 2, 3) for ranks in (8, 1024))
+"""For which nets and groups the engine's own time is taken."""
 
 _MIB: Final = 2**20
 
@@ -110,8 +111,8 @@ def _spread(ratio: tuple[float, float, float]) -> str:
     return f"{middle:.2f} ({low:.2f} – {high:.2f})"
 
 
-def _verdict(found: float, target: float) -> str:
-    return "met" if round(found, 2) <= target else f"missed by {found - target:.2f}"
+def _verdict(found: float, target: float, digits: int = 2) -> str:
+    return "met" if round(found, digits) <= target else f"missed by {found - target:.{digits}f}"
 
 
 def report(contest: Contest) -> str:
@@ -129,7 +130,17 @@ def report(contest: Contest) -> str:
     return "\n".join(parts) + "\n"
 
 
-def document(contests: list[Contest], options: argparse.Namespace) -> dict[str, Any]:
+def overhead_report(found: list[overhead.Measured]) -> str:
+    """The engine's own time beside its target, in words."""
+    worst = max(found, key=lambda one: one.engine())
+    verdict = _verdict(worst.engine(), overhead.TARGET, digits=0)
+    return (
+        f"## Engine overhead, µs per unit and step on torch's fake process group\n\n"
+        f"{overhead.table(found, 'ranks')}\n\ntarget {overhead.TARGET:.0f}, the worst: {verdict}\n"
+    )
+
+
+def document(contests: list[Contest], engine: list[overhead.Measured], options: argparse.Namespace) -> dict[str, Any]:
     """Everything measured, with the machine and what was asked."""
     versions = {}
     for package in ("torch", "deepspeed", "fairscale"):
@@ -144,6 +155,7 @@ def document(contests: list[Contest], options: argparse.Namespace) -> dict[str, 
         "versions": versions,
         "options": asked,
         "contests": [asdict(contest) for contest in contests],
+        "overhead": [one.to_json() for one in engine],
     }
 
 
@@ -160,13 +172,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--no-memory", action="store_true", help="take neither memory nor traffic")
+    parser.add_argument("--no-overhead", action="store_true", help="do not take the engine's own time")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a system alone; all together get 4 ×")
-    parser.add_argument("--fast", action="store_true", help=f"{' and '.join(FAST)} on 2 ranks, under 2 minutes")
+    parser.add_argument("--fast", action="store_true", help="gpt-3m on 2 ranks with few steps: under 2 minutes")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     options = parser.parse_args(arguments)
     if options.fast:
-        options.case, options.ranks, options.steps, options.warmup, options.size = list(FAST), [2], 5, 1, 32
+        options.case, options.ranks, options.steps, options.warmup, options.size = ["gpt-3m"], [2], 5, 1, 32
     return options
+
+
+def _save(contests: list[Contest], engine: list[overhead.Measured], options: argparse.Namespace) -> None:
+    if options.json:
+        options.json.write_text(json.dumps(document(contests, engine, options), indent=1) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -186,11 +204,16 @@ def main(arguments: list[str] | None = None) -> None:
             *(case, precision, micro_batches, ranks, samples, size), options.steps, options.warmup, options.threads
         )
         network = not options.no_memory and reason is None
-        systems = options.only or list(SYSTEMS)
+        systems = {name: system for name, system in SYSTEMS.items() if not options.only or name in options.only}
         contests.append(hold(work, systems, weigh=not options.no_memory, network=network, limit=options.limit))
         print(report(contests[-1]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(document(contests, options), indent=1) + "\n")
+        _save(contests, [], options)
+    if not options.no_overhead:
+        # At last, for it computes here, and ranks are to be forked from a process that has not.
+        torch.set_num_threads(1)
+        engine = [overhead.measure(case, rounds=7) for case in OVERHEAD]
+        print(overhead_report(engine))
+        _save(contests, engine, options)
     print(f"{monotonic() - began:.0f} s")
 
 

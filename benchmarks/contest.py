@@ -12,7 +12,7 @@ import gc
 import importlib
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -29,7 +29,8 @@ from forks import RanksError, read_lines, run_ranks
 from namespaces import Network, bytes_sent
 from onecopy.planner.memory import model_state_bytes
 from onecopy.planner.traffic import step_elements
-from systems import SYSTEMS, Settings, Trainer
+from onecopy.stage import Stage
+from systems import Settings, System, Trainer
 
 
 @dataclass(frozen=True)
@@ -119,26 +120,27 @@ class Contest:
         return middle, low, high
 
 
-def hold(work: Work, systems: Sequence[str], *, weigh: bool, network: bool, limit: float) -> Contest:
+def hold(work: Work, systems: Mapping[str, System], *, weigh: bool, network: bool, limit: float) -> Contest:
     """Run a contest. The caller must run no threads.
 
     Args:
+        systems: by name; ratios of losses are to the first.
         weigh: take memory too; a system that fails at it is left out of the timed steps.
         network: count bytes on the wire while it is weighed; needs root.
         limit: seconds for a system alone, and four times that for all together.
     """
     contest = Contest(work, *count(CASES[work.case]))
     contest.left_out = {
-        name: f"{SYSTEMS[name].package} is not installed" for name in systems if not SYSTEMS[name].is_installed
+        name: f"{system.package} is not installed" for name, system in systems.items() if not system.is_installed
     }
     if weigh:
-        for name in systems:
+        for name, system in systems.items():
             if name not in contest.left_out:
                 try:
-                    contest.weighed[name] = _weigh(contest, name, network, limit)
+                    contest.weighed[name] = _weigh(contest, system, network, limit)
                 except (RanksError, ProcessException) as error:
                     contest.left_out[name] = str(error).strip().splitlines()[-1]
-    remaining = [name for name in systems if name not in contest.left_out]
+    remaining = {name: system for name, system in systems.items() if name not in contest.left_out}
     if work.steps > 1 and remaining:
         lines = run_ranks(work.ranks, _time, remaining, work, limit=4 * limit, threads=work.threads, progress=_progress)
         contest.timed = {name: Timed(**timed) for name, timed in json.loads(lines[0][-1]).items()}
@@ -150,17 +152,19 @@ def _progress(folder: Path) -> str:
     return f"rank 0 at {lines[-1]}" if lines else "nothing begun"
 
 
-def _weigh(contest: Contest, name: str, network: bool, limit: float) -> Weighed:
-    work, stage = contest.work, SYSTEMS[name].stage
+def _weigh(contest: Contest, system: System, network: bool, limit: float) -> Weighed:
+    work, stage = contest.work, system.stage
     if network:
         with Network(work.ranks) as cables:
-            lines = run_ranks(work.ranks, _weigh_rank, name, work, True, limit=limit, network=cables)
+            lines = run_ranks(work.ranks, _weigh_rank, system, work, True, limit=limit, network=cables)
     else:
-        lines = run_ranks(work.ranks, _weigh_rank, name, work, False, limit=limit, threads=work.threads)
+        lines = run_ranks(work.ranks, _weigh_rank, system, work, False, limit=limit, threads=work.threads)
     found = [json.loads(own[-1]) for own in lines]
-    everything = step_elements(stage, contest.parameters, work.ranks, work.micro_batches)
+    # What is frozen does not change, and needs a gather only where whole parameters are let go.
+    gathered = contest.parameters if Stage.of(stage).shards_parameters else contest.trainable
     trained = step_elements(stage, contest.trainable, work.ranks, work.micro_batches)
-    elements = everything.all_gather + trained.reduce_scatter + trained.all_reduce
+    elements = trained.reduce_scatter + trained.all_reduce
+    elements += step_elements(stage, gathered, work.ranks, work.micro_batches).all_gather
     share = contest.trainable / contest.parameters
     states = model_state_bytes(
         *(stage, contest.parameters, work.ranks), parameter_bytes=4, gradient_bytes=4 * share, optimizer_bytes=8 * share
@@ -180,13 +184,12 @@ def _weigh(contest: Contest, name: str, network: bool, limit: float) -> Weighed:
 class _Entrant:
     """A system with its own copy of the model and its own, equal, stream of data."""
 
-    def __init__(self, name: str, work: Work, rank: int) -> None:
+    def __init__(self, system: System, work: Work, rank: int) -> None:
         case, settings = CASES[work.case], Settings(work.precision, work.micro_batches)
         torch.manual_seed(0)
-        self.name = name
         self._case, self._work = case, work
         self._generator = torch.Generator().manual_seed(rank)
-        self.trainer: Trainer = SYSTEMS[name].set_up(case.build(), settings)
+        self.trainer: Trainer = system.set_up(case.build(), settings)
 
     def batches(self) -> list[Batch]:
         work = self._work
@@ -195,23 +198,23 @@ class _Entrant:
         return [tuple(t.to(dtype) if t.is_floating_point() else t for t in batch) for batch in drawn]
 
 
-def _time(rank: int, write: Callable[[str], None], systems: Sequence[str], work: Work) -> None:
+def _time(rank: int, write: Callable[[str], None], systems: Mapping[str, System], work: Work) -> None:
     """Write on every rank the seconds of the slowest rank, by system."""
     entrants = []
-    for name in systems:
+    for name, system in systems.items():
         write(name)
-        entrants.append(_Entrant(name, work, rank))
+        entrants.append((name, _Entrant(system, work, rank)))
     taken: dict[str, list[list[float]]] = {name: [] for name in systems}
     for number in range(work.warmup + work.steps):
         first = number % len(entrants)
         # A different one begins each round: the first pays for what the last one left behind.
-        for entrant in entrants[first:] + entrants[:first]:
-            write(entrant.name)
+        for name, entrant in entrants[first:] + entrants[:first]:
+            write(name)
             batches = entrant.batches()
             dist.barrier()
             start = perf_counter()
             step = entrant.trainer.step(batches)
-            taken[entrant.name].append([perf_counter() - start, step.optimizer, step.loss])
+            taken[name].append([perf_counter() - start, step.optimizer, step.loss])
     steps = torch.tensor([taken[name] for name in systems], dtype=torch.float64)
     losses = steps[..., 2].clone()
     differ = ((losses - losses[0]).abs() / losses[0].abs()).amax(1)
@@ -231,13 +234,13 @@ def _time(rank: int, write: Callable[[str], None], systems: Sequence[str], work:
     write(json.dumps(answer))
 
 
-def _weigh_rank(rank: int, write: Callable[[str], None], name: str, work: Work, network: bool) -> None:
-    importlib.import_module(SYSTEMS[name].package)
+def _weigh_rank(rank: int, write: Callable[[str], None], system: System, work: Work, network: bool) -> None:
+    importlib.import_module(system.package)
     _return_freed_memory()
     # Threads and libraries that any training loads are no system's own.
     nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()
     before = _status("VmRSS")
-    entrant = _Entrant(name, work, rank)
+    entrant = _Entrant(system, work, rank)
     sharded = entrant.trainer.sharded
     for _ in range(max(1, work.warmup)):
         entrant.trainer.step(entrant.batches())

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -59,6 +59,9 @@ class Measured:
         chosen = phases or PHASES
         seconds = sum(self.sharded[phase] - self.plain[phase] - self.collectives[phase] for phase in chosen)
         return 1e6 * seconds / self.case.layers
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "engine_microseconds_per_unit": self.engine()}
 
 
 class Stepper:
@@ -178,7 +181,7 @@ def main() -> None:
     for columns, wanted in (("ranks", by_ranks), ("layers", by_layers)):
         print(table([one for case, one in found.items() if (case.layers, case.ranks) in wanted], columns) + "\n")
     if options.json:
-        measured = [{**asdict(one), "engine_microseconds_per_unit": one.engine()} for one in found.values()]
+        measured = [one.to_json() for one in found.values()]
         options.json.write_text(json.dumps({"torch": torch.__version__, "measured": measured}, indent=1) + "\n")
 
 

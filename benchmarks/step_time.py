@@ -15,6 +15,7 @@ from typing import Final
 
 from cases import SHAPES
 from contest import Contest, Work, hold
+from systems import SYSTEMS
 
 NAMES: Final = {
     "ddp": "DDP",
@@ -62,7 +63,8 @@ def main() -> None:
         warmup=options.warmup,
         threads=max(1, (os.cpu_count() or 1) // options.ranks),
     )
-    contest = hold(work, [NAMES[name] for name in names], weigh=False, network=False, limit=options.limit / 4)
+    systems = {NAMES[name]: SYSTEMS[NAMES[name]] for name in names}
+    contest = hold(work, systems, weigh=False, network=False, limit=options.limit / 4)
     differing = {name: timed.deviation for name, timed in contest.timed.items() if name not in contest.agreeing}
     assert not differing, f"losses differ from the first system's by these shares: {differing}"
     if options.json:
