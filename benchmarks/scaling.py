@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json --html benchmarks/results/scaling.html
 
-The real engine runs on torch's fake process group (`fake.py`), as rank 0 of N: its meter and its ledger count bytes, and
-nothing is sent. Curves are ZeRO §5 and §7 for bf16 with K = 12. What takes a point off its curve:
+The real engine runs on torch's fake process group (`fake.py`), as rank 0 of N: its meter and its ledger count bytes,
+and nothing is sent. Curves are ZeRO §5 and §7 for bf16 with K = 12. What takes a point off its curve:
 
 - gradients are accumulated in fp32 (stage 0 holds 18Ψ, not 16Ψ), and leave before the optimizer steps (stage 1 holds
   what stage 2 does);
@@ -163,7 +163,7 @@ def page(points: list[Point], parameters: int, name: str) -> str:
     style = "body{font:14px sans-serif;max-width:920px;margin:2em auto}svg text{font-size:11px}.title{font-weight:bold}"
     words = (
         f"{name}, {parameters:,} parameters, bf16 with fp32 masters and AdamW (K = 12), one micro-batch. Lines: ZeRO "
-        f"§5 and §7. Dots: the engine on torch's fake process group, rank 0, by its own meter and ledger; no activations."
+        f"§5 and §7. Dots: the engine on torch's fake process group, rank 0, by its own meter and ledger."
     )
     drawn = "".join(svg(chart) for chart in charts(points, parameters))
     return (
