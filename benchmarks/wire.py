@@ -15,49 +15,31 @@ With `--rate` the same steps are also timed on links that carry no more than tha
 from __future__ import annotations
 
 import argparse
-import ctypes
-import importlib.util
 import json
-import os
 import signal
 import statistics
 import sys
-import tempfile
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
+import systems
+from cases import DTYPES, SHAPES, Batch, tokens
+from forks import RanksError, read_lines, run_ranks
 from gpt import GPT, Shape
-from namespaces import INTERFACE, Network, bytes_sent, unavailable
+from namespaces import Network, bytes_sent, unavailable
 from onecopy.planner.traffic import step_elements
-from step_time import SHAPES
+from systems import Settings
 
-DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+__all__ = ["Case", "RanksError", "Work", "measure"]
+
 FORMULAS: Final = {0: "2Ψ", 1: "2Ψ", 2: "(g+1)Ψ", 3: "3gΨ"}
-MESSAGE_LIMIT: Final = timedelta(seconds=120)
-"""After which gloo gives a message up. A whole unit takes 11 s at 10 Mbit/s."""
-
-
-@dataclass(frozen=True)
-class System:
-    """Something that trains: the stage whose traffic it promises, and how it is set up."""
-
-    stage: int
-    set_up: Callable[[GPT, Case], Trainer]
 
 
 @dataclass(frozen=True)
@@ -65,14 +47,6 @@ class Case:
     system: str
     precision: str
     micro_batches: int
-
-
-@dataclass(frozen=True)
-class Trainer:
-    """One optimizer step on a list of micro-batches; and, where one is kept, the count of model-state bytes sent."""
-
-    step: Callable[[list[Tensor]], None]
-    ledger_bytes: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -111,127 +85,32 @@ class Measured:
     seconds: list[float]
 
 
-class RanksError(RuntimeError):
-    """The ranks did not finish."""
-
-
-# --- the systems
-
-
-def _onecopy(stage: int) -> System:
-    def set_up(model: GPT, case: Case) -> Trainer:
-        onecopy.shard(model, stage, precision=case.precision, accumulate=case.micro_batches)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        total = onecopy.ledger(model).total
-        return Trainer(_loop(model, optimizer), lambda: total.state_bytes)
-
-    return System(stage, set_up)
-
-
-def _ddp(model: GPT, case: Case) -> Trainer:
-    wrapped = DistributedDataParallel(model.to(DTYPES[case.precision]), gradient_as_bucket_view=True)
-    return Trainer(_loop(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True)))
-
-
-def _zero_redundancy(model: GPT, case: Case) -> Trainer:
-    wrapped = DistributedDataParallel(model.to(DTYPES[case.precision]), gradient_as_bucket_view=True)
-    return Trainer(_loop(wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, fused=True)))
-
-
-def _fully_shard(stage: int, reshard: bool) -> System:
-    def set_up(model: GPT, case: Case) -> Trainer:
-        dtype = DTYPES[case.precision]
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-        for module in (*model.blocks, model):
-            fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
-        return Trainer(_loop(model, torch.optim.AdamW(model.parameters(), fused=True)))
-
-    return System(stage, set_up)
-
-
-def _deepspeed(stage: int) -> System:
-    def set_up(model: GPT, case: Case) -> Trainer:
-        import deepspeed
-
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": case.micro_batches,
-            "bf16": {"enabled": case.precision == "bf16"},
-            "zero_optimization": {"stage": stage},
-            "zero_allow_untested_optimizer": True,
-        }
-        optimizer = torch.optim.AdamW(model.parameters())
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-
-        def step(batches: list[Tensor]) -> None:
-            for batch in batches:
-                engine.backward(engine(batch[:, :-1], batch[:, 1:]))
-                engine.step()
-
-        return Trainer(step)
-
-    return System(stage, set_up)
-
-
 SYSTEMS: Final = {
-    **{f"onecopy stage {stage}": _onecopy(stage) for stage in range(4)},
-    "DDP": System(0, _ddp),
-    "DDP + ZeroRedundancyOptimizer": System(1, _zero_redundancy),
-    "fully_shard, reshard_after_forward=False": _fully_shard(2, reshard=False),
-    "fully_shard, reshard_after_forward=True": _fully_shard(3, reshard=True),
-    **{f"DeepSpeed stage {stage}": _deepspeed(stage) for stage in (1, 2, 3)},
+    **{name: system for name, system in systems.SYSTEMS.items() if system.package in ("torch", "onecopy")},
+    **{f"DeepSpeed stage {stage}": systems.deepspeed(stage, {}) for stage in (1, 2, 3)},
 }
-
-
-def _loop(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[Tensor]], None]:
-    """The plain training loop, with DDP's way to accumulate where the model has it."""
-    pause = getattr(model, "no_sync", nullcontext)
-
-    def step(batches: list[Tensor]) -> None:
-        for number, batch in enumerate(batches, start=1):
-            with pause() if number < len(batches) else nullcontext():
-                (model(batch[:, :-1], batch[:, 1:]) / len(batches)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+"""Each at its defaults."""
 
 
 # --- in a rank
 
 
-def _run_rank(rank: int, num_ranks: int, network: Network, cases: list[Case], work: Work, folder: Path) -> None:
-    # The launcher's handler is not a rank's; and a rank ends with its launcher, however that ended.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    set_death_signal = 1  # PR_SET_PDEATHSIG
-    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-    # Peers call functions that torch is about to rename.
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    network.enter(rank)
-    torch.set_num_threads(1)
-    # Ranks in one machine would find each other's memory, and leave nothing for the kernel to count.
-    os.environ |= {"GLOO_SOCKET_IFNAME": INTERFACE, "ONECOPY_CROSS_MEMORY": "0"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    store = dist.FileStore(str(folder / "store"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=MESSAGE_LIMIT)
-    with _results(folder, rank).open("w") as results:
-        for case in cases:
-            print(json.dumps(_measure_case(rank, case, work)), file=results, flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+def _run_rank(rank: int, write: Callable[[str], None], cases: list[Case], work: Work) -> None:
+    for case in cases:
+        write(json.dumps(_measure_case(rank, case, work)))
 
 
 def _measure_case(rank: int, case: Case, work: Work) -> dict[str, Any]:
     """This rank's bytes in a step, on average, and the seconds of each step."""
     torch.manual_seed(0)
-    trainer = SYSTEMS[case.system].set_up(GPT(work.shape), case)
+    trainer = SYSTEMS[case.system].set_up(GPT(work.shape), Settings(case.precision, case.micro_batches))
     batches = _batches(rank, case, work)
     for _ in range(work.warmup):
         trainer.step(next(batches))
-    booked = trainer.ledger_bytes or (lambda: 0)
+    booked = onecopy.ledger(trainer.sharded).total if trainer.sharded is not None else None
     # Who has passed a barrier has received all it waited for; so all that was sent to it has left.
     dist.barrier()
-    counted, sent, seconds = booked(), [], []
+    sent, counted, seconds = [], booked.state_bytes if booked else 0, []
     for _ in range(work.steps):
         start, before = perf_counter(), bytes_sent()
         trainer.step(next(batches))
@@ -241,20 +120,16 @@ def _measure_case(rank: int, case: Case, work: Work) -> dict[str, Any]:
     return {
         # On a busy machine TCP takes a late answer for a loss now and then, and sends again.
         "sent": statistics.median(sent),
-        "ledger": (booked() - counted) / work.steps if trainer.ledger_bytes else None,
+        "ledger": (booked.state_bytes - counted) / work.steps if booked else None,
         "seconds": seconds,
     }
 
 
-def _batches(rank: int, case: Case, work: Work) -> Iterator[list[Tensor]]:
+def _batches(rank: int, case: Case, work: Work) -> Iterator[list[Batch]]:
     generator = torch.Generator().manual_seed(rank)
-    size = (work.batch, work.length + 1)
+    draw = tokens(work.shape.vocabulary)
     while True:
-        yield [torch.randint(0, work.shape.vocabulary, size, generator=generator) for _ in range(case.micro_batches)]
-
-
-def _results(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.jsonl"
+        yield [draw(generator, work.batch, work.length) for _ in range(case.micro_batches)]
 
 
 # --- in the launcher
@@ -269,24 +144,15 @@ def measure(cases: list[Case], num_ranks: int, work: Work, rate: str | None = No
         RanksError: if they do not finish within the work's limit.
         torch.multiprocessing.ProcessRaisedException: with the traceback of a rank that failed.
     """
-    with tempfile.TemporaryDirectory(prefix="onecopy-wire-") as name, Network(num_ranks, rate) as network:
-        folder = Path(name)
-        args = (num_ranks, network, cases, work, folder)
-        ranks = mp.start_processes(_run_rank, args, nprocs=num_ranks, join=False, start_method="fork")
-        try:
-            deadline = monotonic() + work.limit
-            while not ranks.join(timeout=max(0.0, deadline - monotonic()), grace_period=2.0):
-                if monotonic() >= deadline:
-                    done = min(len(_read(folder, rank)) for rank in range(num_ranks))
-                    raise RanksError(
-                        f"expected {len(cases)} cases on {num_ranks} ranks within {work.limit:.0f} s, found {done} "
-                        f"done: {cases[min(done, len(cases) - 1)]} was running. Allow more with --limit, or do less"
-                    )
-        finally:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
-        by_rank = [_read(folder, rank) for rank in range(num_ranks)]
+
+    def progress(folder: Path) -> str:
+        done = min(len(read_lines(folder, rank)) for rank in range(num_ranks))
+        running = cases[min(done, len(cases) - 1)]
+        return f"{done} of {len(cases)} cases done: {running} was running. Allow more with --limit, or do less"
+
+    with Network(num_ranks, rate) as network:
+        lines = run_ranks(num_ranks, _run_rank, cases, work, limit=work.limit, network=network, progress=progress)
+    by_rank = [[json.loads(line) for line in own] for own in lines]
     parameters = count_parameters(work.shape)
     found = []
     for case, figures in zip(cases, zip(*by_rank, strict=True), strict=True):
@@ -312,11 +178,6 @@ def count_parameters(shape: Shape) -> int:
     """Ψ."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in GPT(shape).parameters())
-
-
-def _read(folder: Path, rank: int) -> list[dict[str, Any]]:
-    path = _results(folder, rank)
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 # --- tables
@@ -384,17 +245,16 @@ def main() -> None:
     # So that a polite end, too, passes through the clean-up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
-    systems = options.only or list(SYSTEMS)
-    if importlib.util.find_spec("deepspeed") is None:
-        missing = [system for system in systems if system.startswith("DeepSpeed")]
-        systems = [system for system in systems if system not in missing]
-        if missing:
-            print(f"left out, since deepspeed is not installed: {', '.join(missing)}\n")
+    wanted = options.only or list(SYSTEMS)
+    missing = [system for system in wanted if not SYSTEMS[system].is_installed]
+    if missing:
+        print(f"left out, since deepspeed is not installed: {', '.join(missing)}\n")
     cases = [
         Case(system, precision, micro_batches)
         for precision in options.precision
         for micro_batches in options.micro_batches
-        for system in systems
+        for system in wanted
+        if system not in missing
     ]
     work = Work(SHAPES[options.model], options.batch, options.length, options.steps, limit=options.limit)
     found = [

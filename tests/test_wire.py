@@ -66,7 +66,9 @@ def test_a_rank_that_fails_is_named_and_leaves_no_network() -> None:
 def test_ranks_that_take_too_long_are_ended_by_name() -> None:
     before = _held()
     hurried = wire.Work(WORK.shape, batch=1, length=8, steps=10**6, limit=1.0)
-    with pytest.raises(wire.RanksError, match=r"expected 1 cases on 2 ranks within 1 s, found 0 done: .*stage 3"):
+    with pytest.raises(
+        wire.RanksError, match=r"expected 2 ranks to end within 1 s, found 0 of 1 cases done: .*stage 3"
+    ):
         wire.measure([wire.Case("onecopy stage 3", "fp32", 1)], 2, hurried, rate="100mbit")
     assert _held() == before
 

@@ -1,0 +1,68 @@
+"""A process group of any size inside one process: torch's fake group, which talks to nobody, and what it costs itself.
+
+Its collectives return at once with numbers that mean nothing, so all the Python of an engine runs, and runs alone. They
+are not free, though: a gather copies this rank's slice into each of N places. `Replay` does a step's collectives and
+nothing else, so that their time can be told from the engine's.
+
+One private torch module, read in torch 2.13: `torch.testing._internal.distributed.fake_pg`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from onecopy.comm.ledger import Entry
+
+PHASES: Final = ("forward", "backward", "step")
+
+
+@contextmanager
+def fake_group(num_ranks: int) -> Iterator[None]:
+    """Be rank 0 of ``num_ranks`` for a while."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Replay:
+    """The collectives of one step of an engine, by phase, without the engine.
+
+    Args:
+        entries: what the ledger booked for the step, of fp32 states.
+        num_ranks: of the group.
+    """
+
+    def __init__(self, entries: Sequence[Entry], num_ranks: int) -> None:
+        self._calls: dict[str, list[Callable[[], object]]] = {phase: [] for phase in PHASES}
+        for entry in entries:
+            halves = 2 if entry.op == "all_reduce" else 1
+            slice_bytes = entry.bytes_sent // entry.calls // halves // (num_ranks - 1)
+            call = _call(entry.op, max(1, slice_bytes // torch.float32.itemsize), num_ranks)
+            self._calls[entry.phase] += [call] * entry.calls
+
+    def run(self, phase: str) -> None:
+        for call in self._calls[phase]:
+            call()
+
+
+def _call(op: str, numel: int, num_ranks: int) -> Callable[[], object]:
+    """The collective as `NativeCalls` in comm/transport.py issues it, on slices of ``numel`` elements."""
+    whole, own = torch.zeros(numel * num_ranks), torch.zeros(numel)
+
+    def wait(work: dist.Work | None) -> None:
+        assert work is not None
+        work.wait()
+
+    if op == "all_gather":
+        return lambda: wait(dist.all_gather_single(whole, own, async_op=True))
+    if op == "reduce_scatter":
+        return lambda: wait(dist.reduce_scatter_single(own, whole, async_op=True))
+    return lambda: wait(dist.all_reduce(whole, async_op=True))
