@@ -1,7 +1,7 @@
 """Cross-memory attach: ranks on one machine read each other's buffers, instead of pushing them through sockets.
 
-A message to such a peer carries an address, not data. The receiver has the kernel copy the bytes over once, straight
-into place (`process_vm_readv`, Linux), and answers when it has them; until then the sender's buffer must stay as it is:
+A message to such a peer is a note (`mailbox.py`) with an address. The receiver has the kernel copy the bytes over once,
+straight into place (`remote_memory.py`), and notes that it has them; until then the sender's buffer must stay as it is:
 
     sender    offer: address, bytes ──▶             ◀── taken
     receiver                          copies the bytes
@@ -14,32 +14,28 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import secrets
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
-from typing import Final, Protocol
+from typing import Final
 
-import torch
 from torch import Tensor
 
-from onecopy.comm.collective import Work
+from onecopy.comm.mailbox import Board, Mailbox, PeerGone
+from onecopy.comm.remote_memory import Window
 
 SWITCH: Final = "ONECOPY_CROSS_MEMORY"
 """Environment variable: "0" sends everything through sockets, as between machines."""
 
-SMALLEST: Final = 16384
-"""Bytes of a tensor from which three small messages and a copy cost less than the tensor in a socket."""
+_SECRET: Final = 16
+_TAKEN: Final = 1 << 40
+"""Added to a message's tag for the answer to it."""
 
-_PROBE: Final = 16
-
-
-class _Segment(ctypes.Structure):
-    """`struct iovec` of <sys/uio.h>."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+_boards: Final[list[ctypes.Array[ctypes.c_int64]]] = []
+"""Kept as long as the process lives: a peer may still look for the last note when the group here is gone."""
 
 
 @dataclass(frozen=True)
@@ -47,125 +43,90 @@ class Neighbours:
     """The peers on one axis whose memory this rank can read, and who can read this rank's.
 
     Attributes:
-        processes: process id at each such place.
-        smallest: bytes of a tensor from which it goes this way.
-        answers: messages sent that nobody had to wait for.
+        mailboxes: by the peer's place.
+        limit: seconds that a message may take.
     """
 
-    processes: dict[int, int] = field(default_factory=dict)
-    smallest: int = SMALLEST
-    answers: deque[Work] = field(default_factory=deque)
+    mailboxes: Mapping[int, Mailbox] = field(default_factory=dict)
+    limit: float = 0.0
 
     def reach(self, peer: int, tensor: Tensor) -> bool:
         """Whether ``tensor`` goes to and comes from the place ``peer`` this way."""
-        return peer in self.processes and tensor.is_cpu and tensor.nbytes >= self.smallest
+        return peer in self.mailboxes and tensor.is_cpu
 
+    def offer(self, tensor: Tensor, peer: int, tag: int) -> Offer:
+        return Offer(tensor, self.mailboxes[peer], tag, self.limit)
 
-class Post(Protocol):
-    """Posts a message of a small tensor to or from one peer."""
-
-    def __call__(self, tensor: Tensor, *, answer: bool = False) -> Work: ...
+    def fetch(self, tensor: Tensor, peer: int, tag: int) -> Fetch:
+        return Fetch(tensor, self.mailboxes[peer], tag, self.limit)
 
 
 class Offer:
-    """A tensor that a peer may take. ``wait`` returns when it has; until then the tensor must not change."""
+    """A contiguous tensor that a peer may take. ``wait`` returns when it has; until then it must not change."""
 
-    def __init__(self, tensor: Tensor, send: Post, receive: Post) -> None:
+    def __init__(self, tensor: Tensor, mailbox: Mailbox, tag: int, limit: float) -> None:
         self._tensor = tensor
-        self._taken = receive(torch.empty(1, dtype=torch.uint8), answer=True)
-        self._told = send(torch.tensor([tensor.data_ptr(), tensor.nbytes]))
+        self._mailbox = mailbox
+        self._limit = limit
+        self._taken = mailbox.ask(tag + _TAKEN)
+        mailbox.write((tag, tensor.data_ptr(), tensor.nbytes), limit)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        _wait(self._told, timeout)
-        _wait(self._taken, timeout)
+        # Who is gone reads no more; if it left too early, what this rank has to receive from it will tell.
+        with suppress(PeerGone):
+            self._mailbox.wait(self._taken, self._limit if timeout is None else timeout.total_seconds())
 
 
 class Fetch:
-    """A tensor that is to be filled from a peer's offer. ``wait`` copies it."""
+    """A contiguous tensor to be filled from a peer's offer. ``wait`` copies it."""
 
-    def __init__(self, tensor: Tensor, neighbours: Neighbours, peer: int, send: Post, receive: Post) -> None:
+    def __init__(self, tensor: Tensor, mailbox: Mailbox, tag: int, limit: float) -> None:
         self._tensor = tensor
-        self._neighbours = neighbours
-        self._process = neighbours.processes[peer]
-        self._send = send
-        self._offer = torch.empty(2, dtype=torch.int64)
-        self._offered = receive(self._offer)
+        self._mailbox = mailbox
+        self._tag = tag
+        self._limit = limit
+        self._offered = mailbox.ask(tag)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        _wait(self._offered, timeout)
-        address, nbytes = self._offer.tolist()
-        if nbytes != self._tensor.nbytes:
-            raise RuntimeError(
-                f"process {self._process} offers {nbytes} bytes where {self._tensor.nbytes} were expected"
-            )
-        if not read_memory(self._process, address, self._tensor):
-            raise RuntimeError(f"the memory of process {self._process} cannot be read any more")
-        answers = self._neighbours.answers
-        answers.append(self._send(torch.ones(1, dtype=torch.uint8), answer=True))
-        # Long arrived, but a message that nobody waits for is never given back.
-        while len(answers) > 2 * len(self._neighbours.processes):
-            answers.popleft().wait()
+        mailbox, tensor = self._mailbox, self._tensor
+        _, address, nbytes = mailbox.wait(self._offered, self._limit if timeout is None else timeout.total_seconds())
+        if nbytes != tensor.nbytes:
+            raise RuntimeError(f"process {mailbox.process} offers {nbytes} bytes where {tensor.nbytes} were expected")
+        if not Window(mailbox.process, address, tensor.data_ptr(), nbytes).read():
+            raise PeerGone(mailbox.process)
+        mailbox.write((self._tag + _TAKEN, 0, 0), self._limit)
 
 
-def read_memory(process: int, address: int, into: Tensor) -> bool:
-    """Fill the contiguous CPU tensor ``into`` from another process's memory. Returns whether all of it could be read.
-
-    Needs Linux, the same user, and that the machine lets processes trace each other (`ptrace`).
-    """
-    copy = _process_vm_readv()
-    if copy is None:
-        return False
-    copied = 0
-    while copied < into.nbytes:
-        here = _Segment(into.data_ptr() + copied, into.nbytes - copied)
-        there = _Segment(address + copied, into.nbytes - copied)
-        count = copy(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if count <= 0:
-            return False
-        copied += count
-    return True
-
-
-def find_neighbours(place: int, exchange: Callable[[object], list[object]], smallest: int = SMALLEST) -> Neighbours:
+def find_neighbours(place: int, exchange: Callable[[object], list[object]], limit: float) -> Neighbours:
     """The peers that can be reached through memory. A collective call.
 
     Args:
         place: this rank's place on the axis.
         exchange: every rank's object, in order of places.
-        smallest: bytes of a tensor from which it goes this way.
+        limit: seconds that a message may take.
     """
+    # Notes rely on stores being seen in their order, which other processors do not promise.
+    enabled = os.environ.get(SWITCH, "1") != "0" and platform.machine() == "x86_64"
     # Process ids mean nothing across containers, where another process may have the same one: so a secret is read.
-    probe = torch.tensor(list(secrets.token_bytes(_PROBE)), dtype=torch.uint8)
-    enabled = os.environ.get(SWITCH, "1") != "0"
-    card = (os.getpid(), probe.data_ptr(), bytes(probe.tolist())) if enabled else None
-    cards: list[tuple[int, int, bytes] | None] = exchange(card)  # type: ignore[assignment]
-    found = {
-        peer: offered[0]
-        for peer, offered in enumerate(cards)
-        if offered is not None and enabled and peer != place and _can_read(*offered)
+    secret = ctypes.create_string_buffer(secrets.token_bytes(_SECRET), _SECRET)
+    own = (os.getpid(), ctypes.addressof(secret), secret.raw) if enabled else None
+    cards: list[tuple[int, int, bytes] | None] = exchange(own)  # type: ignore[assignment]
+    boards: dict[int, ctypes.Array[ctypes.c_int64]] = {
+        peer: Board()
+        for peer, card in enumerate(cards)
+        if card is not None and enabled and peer != place and _can_read(*card)
     }
-    others: list[set[int]] = exchange(set(found))  # type: ignore[assignment]
-    return Neighbours({peer: process for peer, process in found.items() if place in others[peer]}, smallest)
+    _boards.extend(boards.values())
+    addresses = {peer: ctypes.addressof(board) for peer, board in boards.items()}
+    others: list[dict[int, int]] = exchange(addresses)  # type: ignore[assignment]
+    mailboxes = {
+        peer: Mailbox(board, card[0], others[peer][place])
+        for peer, board in boards.items()
+        if (card := cards[peer]) is not None and place in others[peer]
+    }
+    return Neighbours(mailboxes, limit)
 
 
 def _can_read(process: int, address: int, secret: bytes) -> bool:
-    probe = torch.zeros(_PROBE, dtype=torch.uint8)
-    return read_memory(process, address, probe) and bytes(probe.tolist()) == secret
-
-
-@cache
-def _process_vm_readv() -> Callable[..., int] | None:
-    """The C library's function; None where it has none (it is Linux's own)."""
-    function = getattr(ctypes.CDLL(None), "process_vm_readv", None)
-    if function is not None:
-        segments = (ctypes.c_void_p, ctypes.c_ulong)
-        function.argtypes = (ctypes.c_int, *segments, *segments, ctypes.c_ulong)
-        function.restype = ctypes.c_ssize_t
-    return function
-
-
-def _wait(work: Work, timeout: timedelta | None) -> None:
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
+    found = ctypes.create_string_buffer(_SECRET)
+    return Window(process, address, ctypes.addressof(found), _SECRET).read() and found.raw == secret

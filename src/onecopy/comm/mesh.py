@@ -7,7 +7,7 @@ redundancy for recovery have both. Without a process group every axis has size 1
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.collective import Collective, Label, Program
-from onecopy.comm.cross_memory import find_neighbours
 from onecopy.comm.ledger import Ledger
-from onecopy.comm.transport import Peers, Transport, control_device, exchanges_directly, transport_for
+from onecopy.comm.transport import Peers, Transport, control_device, meet, transport_for
 from onecopy.errors import CollectiveError, SettingsError
 from onecopy.memory.staging import Staging
 
@@ -201,10 +200,7 @@ def make_mesh(mesh: DeviceMesh | None, *, shards: bool, ledger: Ledger, staging:
         if group is None or group.size() == 1:
             return Axis(name, None, staging, ledger)
         peers = Peers(group, group.rank(), tuple(dist.get_process_group_ranks(group)))
-        if exchanges_directly(group):
-            neighbours = find_neighbours(peers.rank, partial(_exchange_objects, peers, axis=name))
-            peers = replace(peers, neighbours=neighbours)
-        return Axis(name, peers, staging, ledger)
+        return Axis(name, meet(peers, partial(_exchange_objects, peers, axis=name)), staging, ledger)
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),))

@@ -14,24 +14,25 @@ Received gradients pass through a staging buffer of constant size: a larger unit
 
 `NativeCalls` hands the work to the backend's own primitives (NCCL, and any backend not known here).
 
-One private torch name, read in torch 2.13 and tested in tests/test_private_apis.py: `ProcessGroup._get_backend`.
+Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: `ProcessGroup._get_backend` and
+`Backend.Options._timeout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.collective import PeerUnreachable, Posted, Program, Work
-from onecopy.comm.cross_memory import Fetch, Neighbours, Offer
+from onecopy.comm.cross_memory import Neighbours, find_neighbours
 from onecopy.memory.staging import Staging
-
-_ANSWER_TAG: Final = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,22 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Stagi
     return DirectExchange(staging) if _backend(group, device) == "gloo" else NativeCalls()
 
 
-def exchanges_directly(group: dist.ProcessGroup) -> bool:
-    """Whether CPU tensors on ``group`` go by `DirectExchange`."""
-    return "cpu:gloo" in dist.get_backend_config(group)
+_neighbours: Final[WeakKeyDictionary[dist.ProcessGroup, Neighbours]] = WeakKeyDictionary()
+
+
+def meet(peers: Peers, exchange: Callable[[object], list[object]]) -> Peers:
+    """``peers`` with those that CPU tensors reach through memory. A collective call.
+
+    Args:
+        exchange: every rank's object, in order of places.
+    """
+    if "cpu:gloo" not in dist.get_backend_config(peers.group):
+        return peers
+    neighbours = _neighbours.get(peers.group)
+    if neighbours is None:
+        limit = peers.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        neighbours = _neighbours[peers.group] = find_neighbours(peers.rank, exchange, limit)
+    return replace(peers, neighbours=neighbours)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -230,40 +244,24 @@ def _mean_of(peers: Peers) -> tuple[dist.ReduceOp.RedOpType, int]:
 
 
 def _send(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:
-    link = _Link(peers, peer, tag)
     if peers.neighbours.reach(peer, tensor):
-        return Posted(Offer(tensor, link.send, link.receive), peers.ranks[peer])
-    return Posted(link.send(tensor), peers.ranks[peer])
+        return _post(peers, peer, lambda: peers.neighbours.offer(tensor, peer, tag))
+    return _post(peers, peer, partial(dist.isend, tensor, group=peers.group, group_dst=peer, tag=tag))
 
 
 def _receive(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:
-    link = _Link(peers, peer, tag)
     if peers.neighbours.reach(peer, tensor):
-        return Posted(Fetch(tensor, peers.neighbours, peer, link.send, link.receive), peers.ranks[peer])
-    return Posted(link.receive(tensor), peers.ranks[peer])
+        return _post(peers, peer, lambda: peers.neighbours.fetch(tensor, peer, tag))
+    return _post(peers, peer, partial(dist.irecv, tensor, group=peers.group, group_src=peer, tag=tag))
 
 
-@dataclass(frozen=True)
-class _Link:
-    """One peer's messages under one tag. An answer travels under a tag of its own, as both may be awaited at once."""
-
-    peers: Peers
-    peer: int
-    tag: int
-
-    def send(self, tensor: Tensor, *, answer: bool = False) -> Work:
-        return self._post(lambda tag: dist.isend(tensor, group=self.peers.group, group_dst=self.peer, tag=tag), answer)
-
-    def receive(self, tensor: Tensor, *, answer: bool = False) -> Work:
-        return self._post(lambda tag: dist.irecv(tensor, group=self.peers.group, group_src=self.peer, tag=tag), answer)
-
-    def _post(self, message: Callable[[int], dist.Work | None], answer: bool) -> Work:
-        try:
-            work = message(self.tag + answer * _ANSWER_TAG)
-        except RuntimeError as error:
-            raise PeerUnreachable(self.peers.ranks[self.peer]) from error
-        assert work is not None
-        return work
+def _post(peers: Peers, peer: int, message: Callable[[], Work | None]) -> Posted:
+    try:
+        work = message()
+    except RuntimeError as error:
+        raise PeerUnreachable(peers.ranks[peer]) from error
+    assert work is not None
+    return Posted(work, peers.ranks[peer])
 
 
 def _native(work: dist.Work | None) -> list[Posted]:

@@ -125,7 +125,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
     # Whole parameters and gradients come and go by the megabyte: malloc must not hand each to the kernel and back.
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**30))
+    os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
     os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
     if sys.platform == "linux":
         # All ranks are on this host, whose own name may lead anywhere.
