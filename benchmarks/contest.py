@@ -237,10 +237,10 @@ def _time(rank: int, write: Callable[[str], None], systems: Mapping[str, System]
 
 def _weigh_rank(rank: int, write: Callable[[str], None], system: System, work: Work, network: bool) -> None:
     importlib.import_module(system.package)
-    _return_freed_memory()
+    return_freed_memory()
     # Threads and libraries that any training loads are no system's own.
     nn.Linear(8, 8)(torch.ones(2, 8)).sum().backward()
-    before = _status("VmRSS")
+    before = status_bytes("VmRSS")
     entrant = _Entrant(system, work, rank)
     sharded = entrant.trainer.sharded
     for _ in range(max(1, work.warmup)):
@@ -255,7 +255,7 @@ def _weigh_rank(rank: int, write: Callable[[str], None], system: System, work: W
     steps = 2
     for _ in range(steps):
         entrant.trainer.step(entrant.batches())
-    peak = _status("VmHWM")
+    peak = status_bytes("VmHWM")
     dist.barrier()
     answer: dict[str, Any] = {
         "resident": peak - before,
@@ -277,12 +277,12 @@ def _keep_freed_memory() -> None:
     ctypes.CDLL(None).mallopt(_TRIM_THRESHOLD, -1)
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Have malloc map every larger block by itself, so that the resident set falls when a tensor is freed."""
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 65536)
 
 
-def _status(name: str) -> int:
+def status_bytes(name: str) -> int:
     """Bytes, from a line of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):

@@ -31,6 +31,7 @@ def _exchange(own: object) -> list[object]:
 
 
 def _peers(near: bool = False, limit: float = 20.0) -> Peers:
+    os.environ[SWITCH] = "1"
     group = dist.group.WORLD
     assert group is not None
     neighbours = find_neighbours(dist.get_rank(), _exchange, limit) if near else Neighbours()
@@ -230,8 +231,7 @@ def test_a_neighbour_that_never_answers_is_named() -> None:
 
 
 def _neighbours(rank: int, *, switched_off: int | None) -> list[int]:
-    if rank == switched_off:
-        os.environ[SWITCH] = "0"
+    os.environ[SWITCH] = "0" if rank == switched_off else "1"
     return sorted(find_neighbours(rank, _exchange, 1.0).mailboxes)
 
 
@@ -248,24 +248,24 @@ def test_memory_is_read_or_refused() -> None:
     assert not Window(2**30, source.data_ptr(), target.data_ptr(), source.nbytes).read()
 
 
-def _exchange_notes(rank: int, count: int) -> list[tuple[int, int, int]]:
+def _exchange_notes(rank: int, count: int) -> list[tuple[int, ...]]:
     """Rank 0 writes far more notes than a ring holds, of two subjects; rank 1 asks for the second's first."""
     mailbox = find_neighbours(rank, _exchange, 10.0).mailboxes[1 - rank]
     if rank == 0:
         for number in range(count):
-            mailbox.write((number % 2, number, -number), 10.0)
+            mailbox.write((number % 2, number, -number, 5), 10.0)
         mailbox.wait(mailbox.ask(7), 10.0)
         return []
     tickets = [mailbox.ask(subject) for subject in (1, 0) for _ in range(count // 2)]
     # Whoever waits out of turn gets what it lined up for.
     last = mailbox.wait(tickets[-1], 10.0)
     read = [*(mailbox.wait(ticket, 10.0) for ticket in tickets[:-1]), last]
-    mailbox.write((7, 0, 0), 10.0)
+    mailbox.write((7, 0, 0, 0), 10.0)
     return read
 
 
 def test_notes_arrive_whole_and_in_order_through_a_small_ring() -> None:
     count = 3000
     _, read = run_ranks(2, _exchange_notes, count)
-    expected = [(number % 2, number, -number) for number in range(count)]
+    expected = [(number % 2, number, -number, 5) for number in range(count)]
     assert read == [note for note in expected if note[0] == 1] + [note for note in expected if note[0] == 0]

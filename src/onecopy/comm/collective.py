@@ -13,6 +13,7 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Final, NoReturn, Protocol
 
+from onecopy.comm.cross_memory import Offer
 from onecopy.comm.ledger import Ledger
 from onecopy.errors import CollectiveError, CollectiveTimeout
 
@@ -138,6 +139,18 @@ class Collective:
         self.finish()
         left, self._left = self._left, ()
         self._wait(left)
+
+    def settle_if_taken(self) -> bool:
+        """Settle, unless a peer still has to come for this rank's buffers. Returns whether it is settled.
+
+        What goes through a socket is waited for, as it leaves without the peer's doing once that has begun to receive.
+        """
+        if not self.done:
+            return False
+        if any(isinstance(posted.work, Offer) and not posted.work.is_taken() for posted in self._left):
+            return False
+        self.settle()
+        return True
 
     def _wait(self, messages: Sequence[Posted]) -> None:
         for position, posted in enumerate(messages):

@@ -32,7 +32,7 @@ SWITCH: Final = "ONECOPY_CROSS_MEMORY"
 
 _SECRET: Final = 16
 _TAKEN: Final = 1 << 40
-"""Added to a message's tag for the answer to it."""
+"""Added to an offer's number for the answer to it; above every tag."""
 
 _boards: Final[list[ctypes.Array[ctypes.c_int64]]] = []
 """Kept as long as the process lives: a peer may still look for the last note when the group here is gone."""
@@ -68,13 +68,21 @@ class Offer:
         self._tensor = tensor
         self._mailbox = mailbox
         self._limit = limit
-        self._taken = mailbox.ask(tag + _TAKEN)
-        mailbox.write((tag, tensor.data_ptr(), tensor.nbytes), limit)
+        # By number and not by tag: a collective that is given up takes no later one's answer.
+        number = mailbox.written
+        self._taken = mailbox.ask(_TAKEN + number)
+        mailbox.write((tag, tensor.data_ptr(), tensor.nbytes, number), limit)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         # Who is gone reads no more; if it left too early, what this rank has to receive from it will tell.
         with suppress(PeerGone):
             self._mailbox.wait(self._taken, self._limit if timeout is None else timeout.total_seconds())
+
+    def is_taken(self) -> bool:
+        """As ``wait``, without waiting."""
+        with suppress(PeerGone):
+            return self._mailbox.has_come(self._taken)
+        return True
 
 
 class Fetch:
@@ -83,18 +91,19 @@ class Fetch:
     def __init__(self, tensor: Tensor, mailbox: Mailbox, tag: int, limit: float) -> None:
         self._tensor = tensor
         self._mailbox = mailbox
-        self._tag = tag
         self._limit = limit
         self._offered = mailbox.ask(tag)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         mailbox, tensor = self._mailbox, self._tensor
-        _, address, nbytes = mailbox.wait(self._offered, self._limit if timeout is None else timeout.total_seconds())
+        _, address, nbytes, number = mailbox.wait(
+            self._offered, self._limit if timeout is None else timeout.total_seconds()
+        )
         if nbytes != tensor.nbytes:
             raise RuntimeError(f"process {mailbox.process} offers {nbytes} bytes where {tensor.nbytes} were expected")
         if not Window(mailbox.process, address, tensor.data_ptr(), nbytes).read():
             raise PeerGone(mailbox.process)
-        mailbox.write((self._tag + _TAKEN, 0, 0), self._limit)
+        mailbox.write((_TAKEN + number, 0, 0, 0), self._limit)
 
 
 def find_neighbours(place: int, exchange: Callable[[object], list[object]], limit: float) -> Neighbours:

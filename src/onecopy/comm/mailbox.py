@@ -18,11 +18,11 @@ from typing import Final
 
 from onecopy.comm.remote_memory import Window
 
-Note = tuple[int, int, int]
-"""What a note says: its subject, by which the reader asks for it, and two more numbers; 64 bits each."""
+Note = tuple[int, int, int, int]
+"""What a note says: its subject, by which the reader asks for it, and three more numbers; 64 bits each."""
 
 _SLOTS: Final = 256
-_FIELDS: Final = 3
+_FIELDS: Final = 4
 _NUMBER: Final = 8
 """Bytes of a number."""
 _MARK, _HEAD, _FIRST = 0, 1, 2
@@ -76,6 +76,11 @@ class Mailbox:
         self._copy = Board()
         self._top = Window(process, address, ctypes.addressof(self._copy), _FIRST * _NUMBER)
 
+    @property
+    def written(self) -> int:
+        """How many notes this rank has left for the peer."""
+        return self._written
+
     def write(self, note: Note, limit: float) -> None:
         """Leave a note. Waits, ``limit`` seconds at most, while the peer has a whole ring of notes to read."""
         if self._written - self._known_mark >= _SLOTS:
@@ -91,10 +96,12 @@ class Mailbox:
     def ask(self, subject: int) -> Ticket:
         """Line up for a note: those of one subject are given out in the order in which they were asked for."""
         ticket = Ticket()
-        if unasked := self._unasked[subject]:
+        if unasked := self._unasked.get(subject):
             ticket.note = unasked.popleft()
         else:
             self._asked[subject].append(ticket)
+        if not unasked:
+            self._unasked.pop(subject, None)
         return ticket
 
     def wait(self, ticket: Ticket, limit: float) -> Note:
@@ -111,6 +118,10 @@ class Mailbox:
         assert ticket.note is not None
         return ticket.note
 
+    def has_come(self, ticket: Ticket) -> bool:
+        """Whether the ticket's note is there. Raises `PeerGone` as `wait` does."""
+        return ticket.note is not None or (self._fetch() and ticket.note is not None)
+
     def _fetch(self) -> bool:
         """Take in what the peer has written. Returns whether there was anything."""
         if not self._top.read():
@@ -126,11 +137,14 @@ class Mailbox:
                 raise PeerGone(self.process)
         for number in range(self._read, head):
             slot = _FIRST + number % _SLOTS * _FIELDS
-            subject, second, third = self._copy[slot : slot + _FIELDS]
-            if asked := self._asked[subject]:
-                asked.popleft().note = (subject, second, third)
+            subject, second, third, fourth = self._copy[slot : slot + _FIELDS]
+            note = (subject, second, third, fourth)
+            if asked := self._asked.get(subject):
+                asked.popleft().note = note
             else:
-                self._unasked[subject].append((subject, second, third))
+                self._unasked[subject].append(note)
+            if not asked:
+                self._asked.pop(subject, None)
         self._read = head
         self._board[_MARK] = head
         return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -27,6 +26,9 @@ T = TypeVar("T")
 # A gloo message finds its receiver by tag. Ours start far above the small numbers that a user's own messages carry.
 _TAG_BASE: Final = 1 << 24
 _CONTROL_TAGS: Final = {"agree": _TAG_BASE - 1, "norm": _TAG_BASE - 2, "overflow": _TAG_BASE - 3}
+
+_UNSETTLED: Final = 2
+"""Gathers that are left alone, for peers to come for them: the unit that computes and the next."""
 
 
 class Axis:
@@ -60,6 +62,9 @@ class Axis:
         whole.chunk(self.size)[self.rank].copy_(mine)
         if self._peers is None:
             return None
+        # Slices that were cast for sending live until they are taken.
+        while len(self._unsettled) > _UNSETTLED and self._unsettled[0].settle_if_taken():
+            self._unsettled.popleft()
         program = self._transport(whole).all_gather(self._peers, mine, whole, _TAG_BASE + tag)
         collective = self._issue(program, "all_gather", unit, self._fraction(whole))
         self._unsettled.append(collective)
@@ -114,7 +119,15 @@ class Axis:
         """Every rank's picklable object, in order of places. For messages to people, not for training."""
         if self._peers is None:
             return [own]
-        return _exchange_objects(self._peers, own, self.name)
+        objects: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(objects, own, group=self._peers.group)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"exchange of settings over the {self.name} axis failed: a rank among {self.ranks} has most likely "
+                f"ended; its own output says why."
+            ) from error
+        return objects
 
     @property
     def control_device(self) -> torch.device:
@@ -200,20 +213,16 @@ def make_mesh(mesh: DeviceMesh | None, *, shards: bool, ledger: Ledger, staging:
         if group is None or group.size() == 1:
             return Axis(name, None, staging, ledger)
         peers = Peers(group, group.rank(), tuple(dist.get_process_group_ranks(group)))
-        return Axis(name, meet(peers, partial(_exchange_objects, peers, axis=name)), staging, ledger)
+        alone = Axis(name, peers, staging, ledger)
+
+        def exchange(own: object) -> list[object]:
+            # An exchange of objects cannot say who is missing; this does.
+            if message := alone.combine(torch.zeros(1), "agree"):
+                message.finish()
+            return alone.exchange_objects(own)
+
+        return Axis(name, meet(peers, exchange), staging, ledger)
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),))
     return Mesh(Axis("shard", None, staging, ledger), (axis("shard"), axis("replicate")))
-
-
-def _exchange_objects(peers: Peers, own: T, axis: str) -> list[T]:
-    objects: list[Any] = [None] * peers.size
-    try:
-        dist.all_gather_object(objects, own, group=peers.group)
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"exchange of settings over the {axis} axis failed: a rank among {peers.ranks} has most likely "
-            f"ended; its own output says why."
-        ) from error
-    return objects

@@ -1,6 +1,6 @@
 """Reducer: sends units' gradients in one order, a few at a time, and installs the results.
 
-While one unit computes, the gradients of the two before are on the wire and no more, so whole gradients never pile up.
+While one unit computes, the gradients of the three before are under way and no more, so whole gradients never pile up.
 Which parameters no rank used is agreed in one small message per backward, because a parameter that one process would
 leave without a gradient must have none here.
 """
