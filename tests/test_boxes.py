@@ -1,4 +1,4 @@
-"""Runs of elements as boxes, and torch.distributed.checkpoint on SlicedTensors. Oracles: torch's own reshape and DCP."""
+"""Runs of elements as boxes, and torch.distributed.checkpoint on SlicedTensors. Oracles: torch.arange, and DCP."""
 
 from __future__ import annotations
 

@@ -62,6 +62,5 @@ def _within(row: int, shape: Sequence[int], start: int, numel: int) -> list[Box]
     """The boxes of a run inside one row."""
     begin = row * prod(shape)
     return [
-        Box((row, *box.offsets), (1, *box.sizes), begin + box.start)
-        for box in find_boxes(shape, start - begin, numel)
+        Box((row, *box.offsets), (1, *box.sizes), begin + box.start) for box in find_boxes(shape, start - begin, numel)
     ]

@@ -1,8 +1,8 @@
 """What torch.distributed.checkpoint asks a SlicedTensor: which boxes of the whole tensor it holds, and each of them.
 
 So a checkpoint knows a parameter by its full shape, whatever cut it, and any number of ranks can read it. The protocol
-(`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`) is that of DTensor; read in torch 2.13, where
-`torch.distributed._checkpointable` spells it out. tests/test_private_apis.py fails clearly when it moves.
+(`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`) is that of DTensor; read in torch 2.13,
+where `torch.distributed._checkpointable` spells it out. tests/test_private_apis.py fails clearly when it moves.
 """
 
 from __future__ import annotations

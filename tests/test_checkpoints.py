@@ -1,0 +1,214 @@
+"""save and load. Oracle: the run that never stopped, and the whole-batch twin in one process of plain PyTorch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import onecopy
+from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from oracle import assert_same_weights, gathered_weights, mean_over_ranks, part, whole_weights
+from ranks import run_ranks
+
+every_stage = pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 3), (2, 2), (3, 3)])
+
+
+class Dropped(Stack):
+    """A model that draws random numbers, one in Python as well."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + nn.functional.dropout(block(x), 0.3)
+        return nn.functional.mse_loss(self.head(x), y) * random.uniform(0.9, 1.1)
+
+
+class Job:
+    """A training run with everything that has a state."""
+
+    def __init__(self, model: nn.Module, accumulate: int = 1, scale: bool = False) -> None:
+        self.model = model
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        other = [p for p in model.parameters() if p.ndim <= 1]
+        self.optimizer = AdamW([{"params": decayed}, {"params": other, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2)
+        self.scheduler = CosineAnnealingLR(self.optimizer, 8)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=scale, init_scale=2.0**10, growth_interval=2)
+        self.accumulate = accumulate
+        self.position = 0
+
+    def parts(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+
+    def run(self, batches: Sequence[tuple[Tensor, ...]], steps: int, mine: Callable[[Any], Any]) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            for batch in batches[self.position : self.position + self.accumulate]:
+                loss = self.model(*mine(batch))
+                self.scaler.scale(loss / self.accumulate).backward()
+                losses.append(loss.item())
+            self.position += self.accumulate
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    def save(self, directory: Path, **more: Any) -> Path:
+        return onecopy.save(
+            directory, self.model, **self.parts(), extra={"position": self.position}, step=self.position, **more
+        ).wait()
+
+    def load(self, directory: Path) -> onecopy.Loaded:
+        loaded = onecopy.load(directory, self.model, **self.parts())
+        self.position = loaded.extra["position"]
+        return loaded
+
+
+# --- the same number of ranks: bit for bit
+
+
+def _stop_and_go(rank: int, num_ranks: int, stage: int, directory: Path, settings: dict[str, Any]) -> None:
+    accumulate, precision, background = settings["accumulate"], settings["precision"], settings["background"]
+    batches = vector_batches(6 * accumulate)
+
+    def start() -> Job:
+        model = onecopy.shard(seeded(Dropped), stage, accumulate=accumulate, precision=precision)
+        return Job(model, accumulate, scale=precision == "fp16")
+
+    def mine(batch: Any) -> Any:
+        return part(batch, rank, num_ranks)
+
+    torch.manual_seed(rank)
+    random.seed(rank)
+    job = start()
+    job.run(batches, 2, mine)
+    job.save(directory, keep=2, background=background)
+    job.run(batches, 2, mine)
+    saving = onecopy.save(
+        directory, job.model, **job.parts(), extra={"position": job.position}, rank_extra=rank, background=background
+    )
+    expected = job.run(batches, 2, mine)
+    weights = gathered_weights(job.model)
+    path = saving.wait()
+    assert (saving.copied > 0) == background
+
+    torch.manual_seed(99)
+    random.seed(99)
+    job = start()
+    loaded = job.load(directory)
+    assert (loaded.path, loaded.step, loaded.rank_extra, loaded.skipped) == (path, 2 * accumulate + 1, rank, ())
+    assert job.run(batches, 2, mine) == expected
+    assert_same_weights(gathered_weights(job.model), weights, atol=0)
+
+
+SETTINGS = [
+    {"accumulate": 1, "precision": None, "background": False},
+    {"accumulate": 3, "precision": None, "background": True},
+    {"accumulate": 1, "precision": "fp16", "background": False},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "accumulation, background", "fp16, scaler"])
+@every_stage
+def test_resumed_run_is_the_one_that_never_stopped(
+    stage: int, num_ranks: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Losses and weights, with dropout, two groups, a scheduler and clipping."""
+    run_ranks(num_ranks, _stop_and_go, num_ranks, stage, tmp_path / "c", settings)
+
+
+# --- any other number of ranks, stage and kind of model
+
+
+def _wrap(model: nn.Module, kind: str) -> nn.Module:
+    if kind == "plain":
+        return model
+    if kind == "DDP":
+        return DistributedDataParallel(model)
+    if kind == "fully_shard":
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block)
+        fully_shard(model)
+        return model
+    if kind == "replicated":
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return onecopy.shard(model, 3, mesh=mesh)
+    return onecopy.shard(model, int(kind[-1]))
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    if any(isinstance(p, onecopy.SlicedTensor) for p in model.parameters()):
+        return gathered_weights(model)
+    whole = {n: p.detach() for n, p in model.named_parameters()}
+    full = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in whole.items()}
+    return {n.removeprefix("module."): p.clone() for n, p in full.items()}
+
+
+def _train_and_save(rank: int, num_ranks: int, kind: str, directory: Path) -> None:
+    job = Job(_wrap(seeded(TinyGPT), kind))
+    job.run(token_batches(4), 2, lambda batch: part(batch, rank, num_ranks))
+    job.save(directory)
+
+
+def _load_and_train(rank: int, num_ranks: int, kind: str, directory: Path) -> tuple[list[float], dict[str, Tensor]]:
+    # Weights that differ from those saved, everywhere.
+    model = seeded(TinyGPT)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    job = Job(_wrap(model, kind))
+    job.optimizer.param_groups[0]["lr"] = 7.0
+    assert job.load(directory).step == 2
+    losses = job.run(token_batches(4), 2, lambda batch: part(batch, rank, num_ranks))
+    return mean_over_ranks(losses), _weights(job.model)
+
+
+def _twin(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    job = Job(seeded(TinyGPT))
+    job.run(token_batches(4), 2, lambda batch: batch)
+    losses = job.run(token_batches(4), 2, lambda batch: batch)
+    return losses, whole_weights(job.model)
+
+
+@pytest.fixture(scope="module")
+def twin() -> tuple[list[float], dict[str, Tensor]]:
+    return run_ranks(1, _twin, group=False)[0]  # type: ignore[no-any-return]
+
+
+CHANGES = [
+    ("stage 3", 3, "stage 3", 2),
+    ("stage 3", 2, "stage 1", 4),
+    ("stage 0", 2, "stage 3", 3),
+    ("stage 2", 3, "stage 0", 2),
+    ("replicated", 4, "stage 3", 1),
+    ("stage 1", 1, "replicated", 4),
+    ("stage 3", 3, "plain", 1),
+    ("plain", 1, "stage 2", 3),
+    ("stage 3", 3, "DDP", 2),
+    ("DDP", 2, "stage 3", 3),
+    ("stage 1", 2, "fully_shard", 3),
+    ("fully_shard", 3, "stage 3", 2),
+]
+
+
+@pytest.mark.parametrize("saver, save_ranks, loader, load_ranks", CHANGES)
+def test_goes_on_elsewhere_like_the_whole_batch_twin(
+    twin: Any, saver: str, save_ranks: int, loader: str, load_ranks: int, tmp_path: Path
+) -> None:
+    """To fp32 rounding; tied weights, groups with their own learning rates, the schedule."""
+    run_ranks(save_ranks, _train_and_save, save_ranks, saver, tmp_path, group=save_ranks > 1)
+    results = run_ranks(load_ranks, _load_and_train, load_ranks, loader, tmp_path, group=load_ranks > 1)
+    for losses, weights in results:
+        assert losses == pytest.approx(twin[0], rel=1e-6, abs=0)
+        assert_same_weights(weights, twin[1], atol=2e-6)
