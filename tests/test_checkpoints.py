@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from onecopy.checkpoint import storage
 from oracle import assert_same_weights, gathered_weights, mean_over_ranks, part, whole_weights
 from ranks import run_ranks
 
@@ -212,3 +213,39 @@ def test_goes_on_elsewhere_like_the_whole_batch_twin(
     for losses, weights in results:
         assert losses == pytest.approx(twin[0], rel=1e-6, abs=0)
         assert_same_weights(weights, twin[1], atol=2e-6)
+
+
+# --- pieces and shares
+
+
+def _save_pieces(rank: int, kind: str, directory: Path, piece: int) -> None:
+    storage.PIECE = piece  # type: ignore[misc]
+    job = Job(_wrap(seeded(TinyGPT), kind))
+    job.run(token_batches(1), 1, lambda batch: part(batch, rank, 4))
+    job.save(directory)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "stage 0", "replicated"])
+def test_copies_are_written_once_and_the_work_is_shared(kind: str, tmp_path: Path) -> None:
+    """Oracle: the bytes of model and Adam states, counted by hand; four ranks write them, each about a quarter."""
+    run_ranks(4, _save_pieces, kind, tmp_path, 256)
+    (path,) = tmp_path.glob("step-*")
+    metadata = storage.Reader(path).read_metadata()
+    saved = metadata.state_dict_metadata
+    parameters = sum(p.numel() for p in TinyGPT().parameters())
+    tensors = {k: m for k, m in saved.items() if not k.startswith("ranks.") and k != "model.head.weight"}
+    assert sum(chunk.sizes.numel() for m in tensors.values() for chunk in m.chunks) == 3 * parameters
+    by_rank = dict.fromkeys(range(4), 0)
+    for index, info in metadata.storage_data.items():
+        if index.fqn in tensors:
+            sizes = next(chunk.sizes for chunk in tensors[index.fqn].chunks if chunk.offsets == index.offset)
+            assert sizes.numel() * 4 <= 256
+            by_rank[int(info.relative_path.split("_")[2])] += sizes.numel()
+    assert sum(by_rank.values()) == 3 * parameters
+    assert max(by_rank.values()) < 1.25 * 3 * parameters / 4
+    # The tied head's bytes are the embedding's.
+    head, embedding = (
+        {index.offset: info for index, info in metadata.storage_data.items() if index.fqn == f"model.{name}.weight"}
+        for name in ("head", "tokens")
+    )
+    assert head == embedding

@@ -312,7 +312,7 @@ def _describe(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
         "model": type(model).__name__,
         "optimizer": type(optimizer).__name__ if optimizer is not None else None,
     }
-    kinds = {type(parameter) for parameter in model.parameters()}
+    kinds: set[type] = {type(parameter) for parameter in model.parameters()}
     if SlicedTensor in kinds:
         engine = engine_of(model)
         mesh = {"shard": engine.mesh.shard.size, "replicate": engine.mesh.copies}

@@ -21,12 +21,21 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from onecopy.checkpoint.manifest import FileEntry
 from onecopy.errors import DamagedCheckpointError
+
+PIECE: Final = 1 << 26
+"""Bytes of the largest piece of a tensor that is written, and read, at once."""
 
 
 class _HashingStream(io.RawIOBase):
@@ -122,13 +131,39 @@ class Writer(FileSystemWriter):
 
 
 class Planner(DefaultSavePlanner):
-    """DCP's planner, whose data may be copied before it is written, or be made only when it is asked for."""
+    """DCP's planner, whose data may be copied before it is written, or be made only when it is asked for.
 
-    _copies: dict[MetadataIndex, Tensor]
+    Large pieces are cut into rows of at most ``PIECE`` bytes: whoever reads the checkpoint needs no larger buffer, and
+    ranks that hold the same can share them evenly.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._copies = {}
+        self._copies: dict[MetadataIndex, Tensor] = {}
+        self._rows: dict[MetadataIndex, tuple[WriteItem, int, int]] = {}
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
+        return self.plan
+
+    def _cut(self, item: WriteItem) -> list[WriteItem]:
+        data = item.tensor_data
+        if data is None or isinstance(self.state_dict[item.index.fqn], LazyTensor):
+            return [item]
+        offsets, sizes = data.chunk.offsets, data.chunk.sizes
+        nbytes = sizes.numel() * data.properties.dtype.itemsize
+        if nbytes <= PIECE or not sizes:
+            return [item]
+        step = max(1, sizes[0] * PIECE // nbytes)
+        pieces = []
+        for row in range(0, sizes[0], step):
+            count = min(step, sizes[0] - row)
+            chunk = ChunkStorageMetadata(torch.Size((offsets[0] + row, *offsets[1:])), torch.Size((count, *sizes[1:])))
+            index = MetadataIndex(item.index.fqn, chunk.offsets)
+            self._rows[index] = (item, row, count)
+            pieces.append(WriteItem(index, WriteItemType.SHARD, tensor_data=replace(data, chunk=chunk)))
+        return pieces
 
     def copy_data(self, plan: SavePlan) -> int:
         """Copy all that ``plan`` writes to the host, so that training may go on. Returns the bytes."""
@@ -146,6 +181,9 @@ class Planner(DefaultSavePlanner):
         found = self.state_dict[index.fqn]
         if isinstance(found, LazyTensor):
             return found.make()
+        if index in self._rows:
+            item, row, count = self._rows[index]
+            return super().lookup_object(item.index).detach().narrow(0, row, count)
         return super().lookup_object(index)
 
 
@@ -158,9 +196,6 @@ class LazyTensor:
         self.make = make
 
     def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
-
         origin = torch.Size([0] * len(self.shape))
         data = TensorWriteData(ChunkStorageMetadata(origin, self.shape), TensorProperties(self.dtype), self.shape)
         return [WriteItem(MetadataIndex(fqn, origin), WriteItemType.SHARD, tensor_data=data)]
