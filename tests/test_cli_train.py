@@ -142,6 +142,7 @@ def test_own_ranks_from_a_config_file(tmp_path: Path) -> None:
         "events",
         "tokenizer",
         "trace",
+        "checkpoints",
     }
     resolved = tomllib.loads((directory / "config.toml").read_text())
     assert resolved["parallel"] | {"ranks": 2, "device": "cpu", "accumulate": 2} == resolved["parallel"]

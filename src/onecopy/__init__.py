@@ -11,7 +11,8 @@ from onecopy.stage import Stage
 
 if TYPE_CHECKING:
     from onecopy.checkpoint.load import Loaded, load
-    from onecopy.checkpoint.save import Saving, save
+    from onecopy.checkpoint.save import save
+    from onecopy.checkpoint.writing import Saving
     from onecopy.comm.ledger import Entry, Ledger, Traffic
     from onecopy.sharding.api import ledger, meter, padded_numel, shard
     from onecopy.sharding.precision import Precision
@@ -44,7 +45,8 @@ __all__ = [
 
 _HOMES = {
     "onecopy.checkpoint.load": ("Loaded", "load"),
-    "onecopy.checkpoint.save": ("Saving", "save"),
+    "onecopy.checkpoint.save": ("save",),
+    "onecopy.checkpoint.writing": ("Saving",),
     "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.sharding.api": ("ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.precision": ("Precision",),

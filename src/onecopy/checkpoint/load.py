@@ -24,8 +24,8 @@ from onecopy.checkpoint.manifest import Manifest, check_content, check_sizes, re
 from onecopy.checkpoint.names import Named, name_tensors
 from onecopy.checkpoint.optimizer import States, make_states, put_states
 from onecopy.checkpoint.random import put_generators, unpack, unpack_bytes
-from onecopy.checkpoint.save import JOB
 from onecopy.checkpoint.storage import Reader
+from onecopy.checkpoint.writing import JOB
 from onecopy.errors import CheckpointError, DamagedCheckpointError
 
 

@@ -1,108 +1,24 @@
-"""save: a training run's state into a directory of checkpoints, so that a crash at any moment loses none.
-
-    every rank    name the states, plan; the first rank lets each replicated piece be written by one rank, evenly
-    every rank    (in the background) copy its share to the host, and training goes on
-    every rank    write its share beside the checkpoints, sum it up, wait for the disk
-    first rank    metadata, manifest, the name, `latest`; then delete what is too old
-
-What a rank could not do, all ranks raise, and the directory is as before.
-"""
+"""save: a training run's state by name, whatever shards it; `writing.py` makes a checkpoint of it."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterable
 from pathlib import Path
-from threading import Thread
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-import onecopy
-from onecopy.checkpoint.directory import abandon, begin, commit, find_checkpoints, keep_newest, next_sequence
 from onecopy.checkpoint.group import Group
-from onecopy.checkpoint.manifest import FileEntry, Manifest, read_manifest
 from onecopy.checkpoint.names import Named, name_tensors
 from onecopy.checkpoint.optimizer import take_states
 from onecopy.checkpoint.random import pack, take_generators
-from onecopy.checkpoint.storage import Planner, Writer
-from onecopy.errors import CheckpointError, SettingsError, UsageError
+from onecopy.checkpoint.writing import Contents, Saving, write
+from onecopy.errors import SettingsError, UsageError
 from onecopy.sharding.api import engine_of
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor
-
-JOB: Final = "job.pt"
-"""What is no tensor of the model's size: scheduler, scaler, groups, extra. Read with `weights_only`."""
-
-Contents = dict[str, dict[str, Any]]
-"""Tensors by section ("model", "optimizer", "ranks") and name, as DCP flattens them."""
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What this rank is to write."""
-
-    path: Path
-    writer: Writer
-    planner: Planner
-    plan: SavePlan
-    metadata: Metadata | None
-
-
-class Saving:
-    """A save under way.
-
-    Attributes:
-        copied: bytes that this rank copied to the host to let training go on; given back as they are written.
-    """
-
-    def __init__(self, copied: int = 0) -> None:
-        self.copied = copied
-        self._thread: Thread | None = None
-        self._path: Path | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Wait for the end.
-
-        Returns:
-            The checkpoint.
-
-        Raises:
-            CheckpointError: if it could not be saved; earlier checkpoints are untouched.
-        """
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._path is not None
-        return self._path
-
-    def _run(self, work: Any, *, background: bool) -> None:
-        def finish() -> None:
-            try:
-                self._path = work()
-            except BaseException as error:
-                self._error = error
-
-        if background:
-            self._thread = Thread(target=finish, name="onecopy checkpoint")
-            self._thread.start()
-        else:
-            finish()
 
 
 def save(
@@ -117,6 +33,7 @@ def save(
     step: int | None = None,
     keep: int | None = None,
     background: bool = False,
+    assets: Iterable[str | Path] = (),
 ) -> Saving:
     """Save a training run between two steps. Every rank calls it; all must see one file system.
 
@@ -133,6 +50,8 @@ def save(
         keep: delete all but so many of the newest. None keeps all.
         background: return once this rank's share is copied (bytes: `Saving.copied`) and write it meanwhile. A second
             save waits for the first one, so there is never more than one copy.
+        assets: small files to keep with the checkpoint for `onecopy export`: a tokenizer's. The config of a model of
+            transformers is kept without being asked for.
 
     Returns:
         The save; without ``background`` it has ended well. `Saving.wait()` gives the checkpoint's path.
@@ -159,120 +78,12 @@ def save(
         contents,
         {f"model.{alias}": f"model.{name}" for alias, name in named.aliases.items()},
         small,
+        {**_config_of(model), **_read_assets(group, assets)},
         step=step,
         keep=keep,
         background=background,
         saved_by={"parameters": sum(p.numel() for p in named.parameters.values()), **_describe(model, optimizer)},
     )
-
-
-def write(
-    directory: Path,
-    contents: Contents,
-    aliases: Mapping[str, str],
-    job: bytes,
-    *,
-    step: int | None,
-    keep: int | None = None,
-    background: bool = False,
-    saved_by: Mapping[str, Any],
-) -> Saving:
-    """Write contents as a checkpoint; `save` and the importers end here. Every rank calls it.
-
-    Args:
-        contents: this rank's tensors (plain, SlicedTensor, DTensor or `LazyTensor`), by section and name.
-        aliases: from each further key of a tensor to its key.
-        job: content of `JOB`, the first rank's.
-    """
-    group = Group.current()
-    step, sequence, path = group.on_first("preparing a checkpoint", lambda: _begin(directory, step))
-    try:
-        share = _plan(group, path, contents, aliases)
-        saving = Saving(share.planner.copy_data(share.plan) if background else 0)
-    except CheckpointError:
-        if group.rank == 0:
-            abandon(path)
-        raise
-    facts = {
-        "onecopy": onecopy.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        **saved_by,
-    }
-
-    def manifest(files: Mapping[str, FileEntry]) -> Manifest:
-        return Manifest(step, sequence, group.size, facts, files)
-
-    saving._run(lambda: _write(group, share, job, manifest, keep), background=background)
-    if background:
-        group.finish_background = saving.wait
-    else:
-        saving.wait()
-    return saving
-
-
-def _begin(directory: Path, step: int | None) -> tuple[int, int, Path]:
-    sequence = next_sequence(directory) if directory.exists() else 1
-    if step is None:
-        known = [read_manifest(path).step for path in find_checkpoints(directory)[:1]] if sequence > 1 else []
-        step = known[0] + 1 if known else 1
-    return step, sequence, begin(directory, step)
-
-
-def _plan(group: Group, path: Path, contents: Contents, aliases: Mapping[str, str]) -> _Share:
-    """Agree on who writes what."""
-    writer, planner = Writer(path, aliases), Planner()
-    first = group.rank == 0
-
-    def plan_own() -> SavePlan:
-        planner.set_up_planner(contents, writer.storage_meta(), first)
-        writer.set_up_storage_writer(first)
-        return writer.prepare_local_plan(planner.create_local_plan())
-
-    own: list[SavePlan] = []
-    group.together("planning a checkpoint", lambda: own.append(plan_own()))
-    plans = group.gather(own[0])
-    shared: list[SavePlan] = []
-
-    def plan_all() -> Metadata:
-        nonlocal shared
-        assert plans is not None
-        shared, metadata = planner.create_global_plan(plans)
-        shared = writer.prepare_global_plan(shared)
-        return metadata
-
-    metadata: list[Metadata] = []
-    group.on_first("planning a checkpoint", lambda: metadata.append(plan_all()))
-    final = planner.finish_plan(group.scatter(shared if first else None))
-    return _Share(path, writer, planner, final, metadata[0] if first else None)
-
-
-def _write(group: Group, share: _Share, job: bytes, manifest: Any, keep: int | None) -> Path:
-    """Write this rank's share; the first rank makes a checkpoint of all."""
-    writer = share.writer
-
-    def write_own() -> tuple[list[WriteResult], dict[str, FileEntry]]:
-        results = writer.write_data(share.plan, share.planner).wait() if share.plan.items else []
-        return results, dict(writer.written)
-
-    def complete() -> Path:
-        assert share.metadata is not None
-        writer.write_small(JOB, job)
-        writer.finish(share.metadata, [results for results, _ in written])
-        files = {name: entry for _, files in written for name, entry in files.items()} | writer.written
-        return commit(share.path, manifest(files).dump())
-
-    try:
-        written = group.together("writing a checkpoint", write_own)
-        path = group.on_first("completing a checkpoint", complete)
-    except CheckpointError:
-        if group.rank == 0:
-            abandon(share.path)
-        raise
-    if keep is not None:
-        group.on_first("deleting old checkpoints", lambda: keep_newest(path.parent, keep))
-    return path
 
 
 def _collect(named: Named, optimizer: Optimizer | None, rank: int) -> tuple[Contents, dict[str, Any]]:
@@ -293,6 +104,26 @@ def _check_between_steps(named: Named) -> None:
                 f"the gradient of {name!r} waits for the last micro-batch of its step and would be lost: save after "
                 f"optimizer.step()"
             )
+
+
+def _config_of(model: nn.Module) -> dict[str, bytes]:
+    """The config of a model of transformers."""
+    found = {}
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
+        if callable(to_json):
+            found[name] = str(to_json()).encode()
+    return found
+
+
+def _read_assets(group: Group, files: Iterable[str | Path]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+
+    def read() -> None:
+        found.update({Path(file).name: Path(file).read_bytes() for file in files})
+
+    group.on_first("reading assets", read)
+    return found
 
 
 def _packed(value: Any, what: str) -> Tensor:
