@@ -11,6 +11,7 @@ from onecopy.stage import Stage
 
 if TYPE_CHECKING:
     from onecopy.checkpoint.load import Loaded, load
+    from onecopy.checkpoint.pretrained import load_pretrained
     from onecopy.checkpoint.save import save
     from onecopy.checkpoint.writing import Saving
     from onecopy.comm.ledger import Entry, Ledger, Traffic
@@ -35,6 +36,7 @@ __all__ = [
     "gathered",
     "ledger",
     "load",
+    "load_pretrained",
     "materialize",
     "meter",
     "padded_numel",
@@ -45,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     "onecopy.checkpoint.load": ("Loaded", "load"),
+    "onecopy.checkpoint.pretrained": ("load_pretrained",),
     "onecopy.checkpoint.save": ("save",),
     "onecopy.checkpoint.writing": ("Saving",),
     "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -97,7 +98,7 @@ def load(
     if same_ranks and f"ranks.{group.rank}" in saved:
         own_rank = torch.empty(saved[f"ranks.{group.rank}"].size, dtype=torch.uint8)
         wanted[f"ranks.{group.rank}"] = own_rank
-    read_tensors(path, wanted)
+    read_tensors(Reader(path), wanted)
 
     if optimizer is not None:
         put_states(optimizer, named, states, job["optimizer"])
@@ -159,17 +160,16 @@ def check_whole(path: Path, *, check: bool = True) -> Manifest:
     return group.together("checking a checkpoint", look)[group.rank]
 
 
-def read_tensors(path: Path, wanted: Mapping[str, Tensor]) -> None:
-    """Fill tensors in place from a checkpoint, each rank its own parts. Every rank calls it.
+def read_tensors(reader: FileSystemReader, wanted: Mapping[str, Tensor]) -> None:
+    """Fill tensors in place from files, each rank its own parts. Every rank calls it.
 
     Args:
-        wanted: by the checkpoint's key; plain tensors, SlicedTensors or DTensors, of the saved shapes.
+        wanted: by the files' key; plain tensors, SlicedTensors or DTensors, of the saved shapes.
     """
     group = Group.current()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def read() -> None:
-        reader = Reader(path)
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, group.rank == 0)
         planner.set_up_planner(dict(wanted), metadata, group.rank == 0)

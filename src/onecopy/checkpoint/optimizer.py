@@ -21,7 +21,8 @@ from onecopy.sharding.sliced import SlicedTensor
 States = dict[str, dict[str, Any]]
 """By parameter and by the state's own name."""
 
-_IMPLEMENTATION: Final = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+IMPLEMENTATION: Final = ("params", "param_names", "fused", "foreach", "capturable", "differentiable")
+"""Keys of a group that say how a step is computed, and not what it computes."""
 
 
 def take_states(optimizer: Optimizer, named: Named) -> tuple[States, dict[str, Any]]:
@@ -68,7 +69,7 @@ def put_states(optimizer: Optimizer, named: Named, tensors: States, rest: Mappin
         CheckpointError: if the checkpoint knows nothing of a parameter, or parameters of one group had different
             hyperparameters. Nothing is changed then.
     """
-    if rest["kind"] != type(optimizer).__name__:
+    if rest["kind"] not in (None, type(optimizer).__name__):
         raise CheckpointError(
             f"the checkpoint has the states of {rest['kind']}, which {type(optimizer).__name__} cannot continue; pass "
             f"such an optimizer, or optimizer=None to load the model alone"
@@ -82,7 +83,7 @@ def put_states(optimizer: Optimizer, named: Named, tensors: States, rest: Mappin
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         groups.append(
             {
-                **{key: value for key, value in group.items() if key in _IMPLEMENTATION},
+                **group,
                 **_common_values(group_names, group_of),
                 "params": list(range(number, number + len(group_names))),
             }
@@ -102,7 +103,7 @@ def _is_large(key: str, value: Any, parameter: Tensor) -> bool:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
+    return {key: value for key, value in group.items() if key not in IMPLEMENTATION}
 
 
 def _common_values(names: list[str], group_of: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
