@@ -96,17 +96,20 @@ def import_deepspeed(directory: str | Path, out: str | Path) -> Imported:
         return LazyTensor(place.shape, torch.float32, partial(make, place))
 
     tensors: dict[str, Any] = {name: lazy(place, flat.weight) for name, place in places.items()}
-    for name, shape in (model[0].get("frozen_param_shapes") or {}).items():
-        parts = [states["frozen_param_fragments"][name] for states in (model if stage == 3 else model[:1])]
-        tensors[name] = LazyTensor(shape, parts[0].dtype, partial(_join, parts, shape))
-    parameters = sum(tensor.shape.numel() for tensor in tensors.values())
-    for name in model[0].get("buffer_names") or []:
-        buffer = model[0]["module"][name]
-        tensors[name] = LazyTensor(buffer.shape, buffer.dtype, buffer.clone)
+    if stage == 3:
+        for name, shape in (model[0].get("frozen_param_shapes") or {}).items():
+            parts = [rank["frozen_param_fragments"][name] for rank in model]
+            tensors[name] = LazyTensor(shape, parts[0].dtype, partial(_join, parts, shape))
+    tied = dict(model[0].get("shared_params") or {})
+    buffers = set(model[0].get("buffer_names") or [])
+    for name, value in model[0]["module"].items():
+        # Frozen weights are whole at stages 1 and 2, as buffers are at any.
+        if name not in tensors and name not in tied and (stage != 3 or name in buffers):
+            tensors[name] = LazyTensor(value.shape, value.dtype, value.clone)
+    parameters = sum(tensor.shape.numel() for name, tensor in tensors.items() if name not in buffers)
     states = {
         name: {key: lazy(place, partial(flat.state, key)) for key in flat.state_names} for name, place in places.items()
     }
-    tied = dict(model[0].get("shared_params") or {})
     job = {
         "aliases": tied,
         "objects": {},

@@ -115,7 +115,7 @@ def _inspect(path: Path, latest: bool, check: bool) -> Inspected:
             for group in job.get("optimizer", {}).get("groups", [])
         ],
         parts=[name for name in ("scheduler", "scaler", "extra") if job.get(name) is not None],
-        loads_in=_loaders(manifest, job),
+        loads_in=_loaders(manifest, job, generators=any(key.startswith("ranks.") for key in tensors)),
     )
 
 
@@ -129,14 +129,14 @@ def _section(tensors: Mapping[str, TensorStorageMetadata]) -> Section:
     return Section(len(tensors), sum(dtypes.values()), nbytes, dict(dtypes))
 
 
-def _loaders(manifest: Manifest, job: Mapping[str, Any]) -> list[str]:
+def _loaders(manifest: Manifest, job: Mapping[str, Any], *, generators: bool) -> list[str]:
     what = "model and optimizer" if "optimizer" in job else "model"
     ranks = f"{manifest.ranks} rank{'s' * (manifest.ranks != 1)}"
     found = [
         f"onecopy.load: {what}, at any stage and number of ranks, also plain, DDP and fully_shard",
         "torch.distributed.checkpoint.load: tensors under model.* and optimizer.state.*",
     ]
-    if "optimizer" in job:
+    if "optimizer" in job and generators:
         found.insert(1, f"onecopy.load on {ranks}: goes on bit for bit, random numbers included")
     if ASSET + "config.json" in manifest.files:
         found.append("onecopy export: as Hugging Face safetensors with its config")
