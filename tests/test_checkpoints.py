@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
 from onecopy.checkpoint import storage
+from onecopy.errors import CheckpointError, SettingsError, UsageError
 from oracle import assert_same_weights, gathered_weights, mean_over_ranks, part, whole_weights
 from ranks import run_ranks
 
@@ -249,3 +250,90 @@ def test_copies_are_written_once_and_the_work_is_shared(kind: str, tmp_path: Pat
         for name in ("head", "tokens")
     )
     assert head == embedding
+
+
+# --- what cannot work
+
+
+def _errors(rank: int, directory: Path) -> None:
+    model = onecopy.shard(seeded(Stack), 1, accumulate=2)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for settings, words in ({"keep": 0}, "keep must be at least 1"), ({"step": -1}, "step must be 0 or more"):
+        with pytest.raises(SettingsError, match=words):
+            onecopy.save(directory, model, **settings)
+    with pytest.raises(UsageError, match="extra, or the state of the scheduler or scaler, holds a value"):
+        onecopy.save(directory, model, extra={"path": Path("x")})
+    with pytest.raises(UsageError, match="rank_extra holds a value"):
+        onecopy.save(directory, model, rank_extra=lambda: 1)
+    with pytest.raises(UsageError, match=r"none of the model's"):
+        onecopy.save(directory, model, SGD([nn.Parameter(torch.zeros(7))], lr=1.0))
+    model(*part(vector_batches(1)[0], rank, 2)).backward()
+    with pytest.raises(UsageError, match=r"save after optimizer\.step"):
+        onecopy.save(directory, model, optimizer)
+    assert not directory.exists()
+
+    model(*part(vector_batches(1)[0], rank, 2)).backward()
+    optimizer.step()
+    onecopy.save(directory, model, optimizer)
+    wider = onecopy.shard(Stack(layers=4), 3)
+    with pytest.raises(CheckpointError, match=r"(?s)does not fit.*only in the model: blocks\.3\.0\.weight\n"):
+        onecopy.load(directory, wider)
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.0\.weight: \(20, 10\) in the checkpoint, \(24, 12\)"):
+        onecopy.load(directory, onecopy.shard(Stack(width=12), 3))
+    smaller = onecopy.shard(Stack(layers=2), 3)
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint: blocks\.2\.0\.weight"):
+        onecopy.load(directory, smaller)
+    onecopy.load(directory, smaller, strict=False)
+    onecopy.load(directory, wider, strict=False)
+    assert_same_weights(
+        {name: weight for name, weight in gathered_weights(wider).items() if ".3." not in name},
+        gathered_weights(model),
+        atol=0,
+    )
+    with pytest.raises(CheckpointError, match="has the states of AdamW, which SGD cannot continue"):
+        onecopy.load(directory, model, SGD(model.parameters(), lr=1.0))
+    onecopy.save(directory, model)
+    with pytest.raises(CheckpointError, match="no optimizer was saved with it"):
+        onecopy.load(directory, model, optimizer)
+
+
+def test_what_cannot_work_is_an_error_that_says_what_can(tmp_path: Path) -> None:
+    run_ranks(2, _errors, tmp_path / "c")
+
+
+def _groups(rank: int, directory: Path) -> None:
+    model = onecopy.shard(seeded(Stack), 3)
+    first, *others = list(model.parameters())
+    saved = AdamW([{"params": others, "lr": 1.0}, {"params": [first], "lr": 2.0, "betas": (0.5, 0.6)}])
+    onecopy.save(directory, model, saved)
+    # The other way round, in more groups, with another way to compute.
+    found = AdamW([{"params": [first]}, {"params": others[3:]}, {"params": others[:3][::-1]}], lr=9.0, fused=True)
+    onecopy.load(directory, model, found)
+    assert [group["lr"] for group in found.param_groups] == [2.0, 1.0, 1.0]
+    assert found.param_groups[0]["betas"] == (0.5, 0.6)
+    assert all(group["fused"] for group in found.param_groups)
+    mixed = AdamW(model.parameters(), lr=9.0)
+    with pytest.raises(CheckpointError, match=r"are in one group of this optimizer, but were saved with (lr|betas) ="):
+        onecopy.load(directory, model, mixed)
+    assert mixed.param_groups[0]["lr"] == 9.0
+
+
+def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> None:
+    run_ranks(2, _groups, tmp_path)
+
+
+def _background(rank: int, directory: Path) -> None:
+    model = onecopy.shard(Stack(width=100), 3)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    first = onecopy.save(directory / "c", model, optimizer, background=True)
+    second = onecopy.save(directory / "c", model, optimizer, background=True)
+    # One copy at a time: the second save waited for the first.
+    assert first.done
+    assert [first.wait().name, second.wait().name] == ["step-00000001", "step-00000002"]
+    slices = sum(p.local.nbytes for p in model.parameters())
+    # And the states of the random number generators.
+    assert slices <= first.copied < slices + 25_000 < 1.2 * slices
+
+
+def test_background_saves_hold_one_copy_of_the_ranks_share(tmp_path: Path) -> None:
+    run_ranks(2, _background, tmp_path)
