@@ -6,16 +6,19 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import onecopy
 from models import TinyGPT, seeded, token_batches
 from onecopy.sharding.boxes import find_boxes
-from oracle import assert_same_weights, gathered_weights, part, whole_weights
+from oracle import assert_same_weights, gathered_weights, mean_over_ranks, part, train, whole_weights
 from ranks import everywhere, run_ranks
 
 
@@ -112,3 +115,42 @@ def test_plain_torch_reads_what_plain_dcp_saved_of_a_sharded_model_and_its_optim
     metadata: Any = dcp.FileSystemReader(folder).read_metadata()
     # The optimizer's own numbering; parameter 0 is the embedding.
     assert metadata.state_dict_metadata["optimizer.state.0.exp_avg"].size == torch.Size([29, 12])
+
+
+def _fully_shard_job(rank: int, folder: str) -> None:
+    model = seeded(TinyGPT)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in token_batches(2):
+        model(*part(batch, rank, 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    own, states = get_state_dict(model, optimizer)
+    dcp.save({"model": own, "optimizer": states}, checkpoint_id=folder)
+
+
+def _go_on(rank: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    model = onecopy.shard(TinyGPT(), 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    own, states = get_state_dict(model, optimizer)
+    dcp.load({"model": own, "optimizer": states}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=own, optim_state_dict=states)
+    run = train(model, optimizer, [part(batch, rank, 3) for batch in token_batches(4)[2:]])
+    return mean_over_ranks(run.losses), gathered_weights(model)
+
+
+def _whole_batches(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = seeded(TinyGPT)
+    run = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), token_batches(4))
+    return run.losses[2:], whole_weights(model)
+
+
+def test_torchs_own_functions_bring_fully_shards_checkpoint_into_a_sharded_model(tmp_path: Path) -> None:
+    """get_state_dict, dcp.load and set_state_dict, without onecopy.load. Oracle: whole batches in one process."""
+    run_ranks(2, _fully_shard_job, str(tmp_path))
+    losses, weights = run_ranks(1, _whole_batches, group=False)[0]
+    for found_losses, found in run_ranks(3, _go_on, str(tmp_path)):
+        assert found_losses == pytest.approx(losses, rel=1e-6, abs=0)
+        assert_same_weights(found, weights, atol=2e-6)
