@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from onecopy.errors import CheckpointError, CollectiveError
+from onecopy.errors import CheckpointError, CollectiveError, OnecopyError
 
 T = TypeVar("T")
 
@@ -79,14 +79,14 @@ class Group:
         """Do something on every rank; what each returned, if it worked everywhere.
 
         Raises:
-            CheckpointError: on every rank, with what went wrong on each that failed. An error of this class keeps its
-                own kind and words where one rank alone has it.
+            CheckpointError: on every rank, with what went wrong on each that failed; or an error of onecopy's own of
+                the first one's kind.
         """
         mine: tuple[T | None, Exception | None] = (None, None)
         try:
             mine = (do(), None)
         except Exception as error:
-            mine = (None, error if isinstance(error, CheckpointError) else CheckpointError(_words(error)))
+            mine = (None, error if isinstance(error, OnecopyError) else CheckpointError(_words(error)))
         results = self.exchange(mine)
         failed = {rank: error for rank, (_, error) in enumerate(results) if error is not None}
         if failed:

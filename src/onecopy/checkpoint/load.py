@@ -81,8 +81,7 @@ def load(
     group.finish_background()
     path, manifest, skipped = find_whole(Path(directory), check=check)
     named = name_tensors(model)
-    job = unpack_bytes(group.on_first("reading a checkpoint", (path / JOB).read_bytes))
-    metadata = Reader(path).read_metadata()
+    job, metadata = _read_small(group, path)
     saved = {key: m for key, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     _check_fits(path, named, saved, job["aliases"], strict)
 
@@ -178,6 +177,17 @@ def read_tensors(reader: FileSystemReader, wanted: Mapping[str, Tensor]) -> None
             reader.read_data(plan, planner).wait()
 
     group.together("reading a checkpoint", read)
+
+
+def _read_small(group: Group, path: Path) -> tuple[dict[str, Any], Metadata]:
+    """What is read whole on every rank."""
+    found: list[tuple[dict[str, Any], Metadata]] = []
+
+    def read() -> None:
+        found.append((unpack_bytes((path / JOB).read_bytes()), Reader(path).read_metadata()))
+
+    group.together("reading a checkpoint", read)
+    return found[0]
 
 
 def _states_in(metadata: Metadata, saved: Mapping[str, Any]) -> dict[tuple[str, str], Any]:

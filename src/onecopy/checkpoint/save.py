@@ -68,17 +68,28 @@ def save(
     group = Group.current()
     group.finish_background()
     named = name_tensors(model)
-    _check_between_steps(named)
-    contents, job = _collect(named, optimizer, group.rank)
-    job |= {"extra": extra, **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o}}
-    contents["ranks"] = {str(group.rank): _packed({"generators": take_generators(), "extra": rank_extra}, "rank_extra")}
-    small = _packed(job, "extra, or the state of the scheduler or scaler,").numpy().tobytes()
+    contents: Contents = {}
+    job: list[bytes] = []
+    kept = _config_of(model)
+
+    def collect() -> None:
+        _check_between_steps(named)
+        found, rest = _collect(named, optimizer, group.rank)
+        rest |= {"extra": extra, **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o}}
+        of_rank = _packed({"generators": take_generators(), "extra": rank_extra}, "rank_extra")
+        contents.update(found, ranks={str(group.rank): of_rank})
+        job.append(_packed(rest, "extra, or the state of the scheduler or scaler,").numpy().tobytes())
+        if group.rank == 0:
+            kept.update({Path(file).name: Path(file).read_bytes() for file in assets})
+
+    # What one rank cannot save, no rank goes on with.
+    group.together("collecting what to save", collect)
     return write(
         Path(directory),
         contents,
         {f"model.{alias}": f"model.{name}" for alias, name in named.aliases.items()},
-        small,
-        {**_config_of(model), **_read_assets(group, assets)},
+        job[0],
+        kept,
         step=step,
         keep=keep,
         background=background,
@@ -113,16 +124,6 @@ def _config_of(model: nn.Module) -> dict[str, bytes]:
         to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
         if callable(to_json):
             found[name] = str(to_json()).encode()
-    return found
-
-
-def _read_assets(group: Group, files: Iterable[str | Path]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-
-    def read() -> None:
-        found.update({Path(file).name: Path(file).read_bytes() for file in files})
-
-    group.on_first("reading assets", read)
     return found
 
 
