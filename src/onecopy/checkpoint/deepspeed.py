@@ -6,9 +6,6 @@ What each stage leaves on disk, read from checkpoints that DeepSpeed 0.19.8 wrot
     zero_pp_rank_R_mp_rank_00_model_states.pt        stage 3: the same, on each rank R
     zero_pp_rank_R_mp_rank_00_optim_states.pt        flat fp32 weights and states, by group (bf16_... likewise)
 
-    stages 1, 2    a group's parameters end to end, cut into one part for each rank
-    stage 3        each parameter cut into equal parts, the last one padded; a rank has its parts end to end
-
 Files are mapped, not read, and tensors are put together one at a time as they are written. Nothing in a file can run
 code: they are unpickled with `weights_only`, and the few classes of DeepSpeed in them by stand-ins of our own.
 """
@@ -16,7 +13,7 @@ code: they are unpickled with `weights_only`, and the few classes of DeepSpeed i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from onecopy.checkpoint.optimizer import IMPLEMENTATION
+from onecopy.checkpoint.deepspeed_layout import FlatStates, Place, find_places, join
 from onecopy.checkpoint.random import pack
 from onecopy.checkpoint.storage import LazyTensor
 from onecopy.checkpoint.writing import Contents, write
@@ -50,15 +47,6 @@ class Imported:
     stage: int
     ranks: int
     parameters: int
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a parameter lies: its group, and its first element in what `_Flat` calls the group's run."""
-
-    group: int
-    start: int
-    shape: torch.Size
 
 
 class _StandIn:
@@ -89,17 +77,17 @@ def import_deepspeed(directory: str | Path, out: str | Path) -> Imported:
     stage, ranks = _stage(tag, optim)
     model = [_open(path) for path in _model_files(tag, stage, ranks)]
     flat = _flat(tag, optim, stage)
-    places = _places(model[0]["param_shapes"], ranks, stage)
+    places = find_places(model[0]["param_shapes"], ranks, stage)
     groups = [list(shapes) for shapes in model[0]["param_shapes"]]
 
-    def lazy(place: _Place, make: Callable[[_Place], Tensor]) -> LazyTensor:
+    def lazy(place: Place, make: Callable[[Place], Tensor]) -> LazyTensor:
         return LazyTensor(place.shape, torch.float32, partial(make, place))
 
     tensors: dict[str, Any] = {name: lazy(place, flat.weight) for name, place in places.items()}
     if stage == 3:
         for name, shape in (model[0].get("frozen_param_shapes") or {}).items():
             parts = [rank["frozen_param_fragments"][name] for rank in model]
-            tensors[name] = LazyTensor(shape, parts[0].dtype, partial(_join, parts, shape))
+            tensors[name] = LazyTensor(shape, parts[0].dtype, partial(join, parts, shape))
     tied = dict(model[0].get("shared_params") or {})
     buffers = set(model[0].get("buffer_names") or [])
     for name, value in model[0]["module"].items():
@@ -123,93 +111,6 @@ def import_deepspeed(directory: str | Path, out: str | Path) -> Imported:
     packed = pack(job).numpy().tobytes()
     saving = write(Path(out), contents, aliases, packed, {}, step=step, saved_by={**facts, "parameters": parameters})
     return Imported(saving.wait(), step, stage, ranks, parameters)
-
-
-class _Flat:
-    """The flat fp32 weights and states of all ranks.
-
-    A group's run is all its parameters end to end: over all ranks (stages 1, 2), or what each rank has of it (stage 3).
-
-    Args:
-        weights: of each rank, a list of flat tensors.
-        states: of each rank, one dict of states for each flat tensor.
-        groups: the optimizer's, with hyperparameters.
-        stage: how they are cut.
-    """
-
-    def __init__(
-        self,
-        weights: Sequence[Sequence[Tensor]],
-        states: Sequence[Sequence[Mapping[str, Any]]],
-        groups: Sequence[Mapping[str, Any]],
-        stage: int,
-    ) -> None:
-        self._weights = weights
-        self._states = states
-        self._groups = groups
-        self._stage = stage
-
-    def weight(self, place: _Place) -> Tensor:
-        """The whole weight."""
-        return self._take([list(rank) for rank in self._weights], place)
-
-    def state(self, name: str, place: _Place) -> Tensor:
-        """One whole state of a parameter."""
-        return self._take([[state[name] for state in rank] for rank in self._states], place)
-
-    @property
-    def state_names(self) -> list[str]:
-        """The states that have a parameter's size."""
-        states, weight = self._states[0][0], self._weights[0][0]
-        return [key for key, value in states.items() if isinstance(value, Tensor) and value.shape == weight.shape]
-
-    def describe(self, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """The groups and counters as onecopy saves them."""
-        groups, small = [], {}
-        for number, (group, own) in enumerate(zip(self._groups, names, strict=True)):
-            values = {key: value for key, value in group.items() if key not in (*IMPLEMENTATION, "step")}
-            groups.append({"names": list(own), "values": values})
-            step = self._states[0][number].get("step", group.get("step"))
-            if step is not None:
-                small.update({name: {"step": torch.tensor(float(step))} for name in own})
-        return {"kind": None, "groups": groups, "states": small}
-
-    def _take(self, ranks: list[list[Tensor]], place: _Place) -> Tensor:
-        if self._stage == 3:
-            count = -(-place.shape.numel() // len(ranks))
-            parts = [run for flats in ranks for run in _run(flats, place.start, count)]
-        else:
-            parts = list(_run([flats[place.group] for flats in ranks], place.start, place.shape.numel()))
-        return _join(parts, place.shape).float()
-
-
-def _run(flats: Sequence[Tensor], start: int, count: int) -> Iterator[Tensor]:
-    """Elements of flat tensors laid end to end."""
-    for flat in flats:
-        low, high = max(0, start), min(flat.numel(), start + count)
-        if low < high:
-            yield flat[low:high]
-        start -= flat.numel()
-
-
-def _join(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    whole = torch.cat([part.reshape(-1) for part in parts])[: shape.numel()]
-    if whole.numel() != shape.numel():
-        raise CheckpointError(f"a tensor of shape {tuple(shape)} has {whole.numel()} elements in DeepSpeed's files")
-    return whole.view(shape)
-
-
-def _places(groups: Sequence[Mapping[str, torch.Size]], ranks: int, stage: int) -> dict[str, _Place]:
-    places: dict[str, _Place] = {}
-    position = 0
-    for number, shapes in enumerate(groups):
-        # At stage 3 all groups' parts follow each other in one run.
-        position = position if stage == 3 else 0
-        for name, shape in shapes.items():
-            places[name] = _Place(number, position, torch.Size(shape))
-            numel = torch.Size(shape).numel()
-            position += -(-numel // ranks) if stage == 3 else numel
-    return places
 
 
 # --- files
@@ -274,7 +175,7 @@ def _stage(tag: Path, optim: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     return number, ranks
 
 
-def _flat(tag: Path, optim: Sequence[Mapping[str, Any]], stage: int) -> _Flat:
+def _flat(tag: Path, optim: Sequence[Mapping[str, Any]], stage: int) -> FlatStates:
     weights_key, states_key = (
         ("fp32_flat_groups", "optimizer_state_dict")
         if stage == 3
@@ -288,4 +189,4 @@ def _flat(tag: Path, optim: Sequence[Mapping[str, Any]], stage: int) -> _Flat:
     for own, state in zip(weights, states, strict=True):
         if len(own) != len(state):
             raise CheckpointError(f"{tag}: there are {len(own)} groups of weights and {len(state)} of states")
-    return _Flat(weights, states, base[0]["param_groups"], stage)
+    return FlatStates(weights, states, base[0]["param_groups"], stage)

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import read_tensors
 from onecopy.checkpoint.names import Named, clean_name, name_tensors
 from onecopy.errors import CheckpointError, UsageError
@@ -72,8 +73,7 @@ def load_pretrained(
         CheckpointError: if files are missing or do not fit; every name that is missing, unexpected or of another shape
             is listed.
     """
-    reader = _SafetensorsReader(Path(directory))
-    metadata = reader.read_metadata().state_dict_metadata
+    reader, metadata = _open(Path(directory))
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     prefix = getattr(model, "base_model_prefix", "")
     named = name_tensors(model)
@@ -89,6 +89,17 @@ def load_pretrained(
     for module in unsaved:
         _initialise(model, module, init)
     return model
+
+
+def _open(directory: Path) -> tuple[_SafetensorsReader, Mapping[str, Any]]:
+    opened: list[tuple[_SafetensorsReader, Mapping[str, Any]]] = []
+
+    def read() -> None:
+        reader = _SafetensorsReader(directory)
+        opened.append((reader, reader.read_metadata().state_dict_metadata))
+
+    Group.current().together("reading safetensors", read)
+    return opened[0]
 
 
 def _find_files(directory: Path) -> list[Path]:
