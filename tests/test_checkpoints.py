@@ -270,6 +270,8 @@ def _errors(rank: int, directory: Path) -> None:
     model(*part(vector_batches(1)[0], rank, 2)).backward()
     with pytest.raises(UsageError, match=r"save after optimizer\.step"):
         onecopy.save(directory, model, optimizer)
+    with torch.device("meta"), pytest.raises(UsageError, match=r"on the meta device.*materialize"):
+        onecopy.load(directory, onecopy.shard(Stack(), 3))
     assert not directory.exists()
 
     model(*part(vector_batches(1)[0], rank, 2)).backward()

@@ -59,7 +59,9 @@ def next_sequence(directory: Path) -> int:
 
 def begin(directory: Path, step: int) -> Path:
     """Make an empty place to write a checkpoint of ``step`` in; what earlier crashes left is cleared away."""
-    directory.mkdir(parents=True, exist_ok=True)
+    if not directory.exists():
+        directory.mkdir(parents=True)
+        sync_directory(directory.parent)
     for left in directory.iterdir():
         if left.name.startswith((_SAVING, _REMOVING)):
             shutil.rmtree(left)

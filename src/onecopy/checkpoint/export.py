@@ -19,9 +19,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint.load import find_whole, read_tensors
-from onecopy.checkpoint.random import unpack_bytes
-from onecopy.checkpoint.storage import Reader
-from onecopy.checkpoint.writing import ASSET, JOB
+from onecopy.checkpoint.storage import Reader, read_job
+from onecopy.checkpoint.writing import ASSET
 from onecopy.errors import SettingsError
 
 DTYPES: Final = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +73,7 @@ def export(
     path, manifest, _ = find_whole(Path(checkpoint))
     reader = Reader(path)
     saved = reader.read_metadata().state_dict_metadata
-    aliases = unpack_bytes((path / JOB).read_bytes())["aliases"]
+    aliases = read_job(path)["aliases"]
     tensors = {
         key.removeprefix("model."): metadata
         for key, metadata in saved.items()

@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint.directory import find_checkpoints, is_checkpoint, read_latest
 from onecopy.checkpoint.manifest import Manifest, check_content, check_sizes, read_manifest
-from onecopy.checkpoint.random import unpack_bytes
-from onecopy.checkpoint.storage import Reader
-from onecopy.checkpoint.writing import ASSET, JOB
+from onecopy.checkpoint.storage import Reader, read_job
+from onecopy.checkpoint.writing import ASSET
 from onecopy.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -89,7 +88,7 @@ def _inspect(path: Path, latest: bool, check: bool) -> Inspected:
         if check:
             check_content(path, manifest, manifest.files)
         metadata = Reader(path).read_metadata()
-        job = unpack_bytes((path / JOB).read_bytes())
+        job = read_job(path)
     except DamagedCheckpointError as error:
         return Inspected(str(path), latest, str(error).removeprefix(f"{path}: "))
     tensors = {k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}

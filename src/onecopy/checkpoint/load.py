@@ -22,11 +22,10 @@ from torch.optim import Optimizer
 from onecopy.checkpoint.directory import find_checkpoints, is_checkpoint
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.manifest import Manifest, check_content, check_sizes, read_manifest
-from onecopy.checkpoint.names import Named, name_tensors
+from onecopy.checkpoint.names import Named, check_has_values, name_tensors
 from onecopy.checkpoint.optimizer import States, make_states, put_states
-from onecopy.checkpoint.random import put_generators, unpack, unpack_bytes
-from onecopy.checkpoint.storage import Reader
-from onecopy.checkpoint.writing import JOB
+from onecopy.checkpoint.random import put_generators, unpack
+from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.errors import CheckpointError, DamagedCheckpointError
 
 
@@ -76,11 +75,13 @@ def load(
 
     Raises:
         CheckpointError: if there is no whole checkpoint, or it does not fit; lists every name that does not.
+        UsageError: if the model is on meta.
     """
     group = Group.current()
     group.finish_background()
-    path, manifest, skipped = find_whole(Path(directory), check=check)
     named = name_tensors(model)
+    check_has_values(named)
+    path, manifest, skipped = find_whole(Path(directory), check=check)
     job, metadata = _read_small(group, path)
     saved = {key: m for key, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     _check_fits(path, named, saved, job["aliases"], strict)
@@ -184,7 +185,7 @@ def _read_small(group: Group, path: Path) -> tuple[dict[str, Any], Metadata]:
     found: list[tuple[dict[str, Any], Metadata]] = []
 
     def read() -> None:
-        found.append((unpack_bytes((path / JOB).read_bytes()), Reader(path).read_metadata()))
+        found.append((read_job(path), Reader(path).read_metadata()))
 
     group.together("reading a checkpoint", read)
     return found[0]

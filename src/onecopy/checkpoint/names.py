@@ -75,6 +75,16 @@ def name_tensors(model: nn.Module) -> Named:
     return Named(parameters, buffers, aliases, objects)
 
 
+def check_has_values(named: Named) -> None:
+    """Raise `UsageError` if a tensor is on meta, where it could be neither saved nor loaded."""
+    for name, tensor in named.tensors.items():
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name!r} is on the meta device and has no values: call onecopy.materialize(model) first, before the "
+                f"optimizer is made; or onecopy.load_pretrained, which gives memory and values"
+            )
+
+
 def clean_name(name: str) -> str:
     """A name without what wrappers put into it."""
     for wrapper in _WRAPPERS:

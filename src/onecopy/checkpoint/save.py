@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from onecopy.checkpoint.group import Group
-from onecopy.checkpoint.names import Named, name_tensors
+from onecopy.checkpoint.names import Named, check_has_values, name_tensors
 from onecopy.checkpoint.optimizer import take_states
 from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.writing import Contents, Saving, write
@@ -68,6 +68,7 @@ def save(
     group = Group.current()
     group.finish_background()
     named = name_tensors(model)
+    check_has_values(named)
     contents: Contents = {}
     job: list[bytes] = []
     kept = _config_of(model)

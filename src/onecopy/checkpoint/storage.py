@@ -32,10 +32,15 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from onecopy.checkpoint.manifest import FileEntry
+from onecopy.checkpoint.random import unpack_bytes
 from onecopy.errors import DamagedCheckpointError
 
 PIECE: Final = 1 << 26
 """Bytes of the largest piece of a tensor that is written, and read, at once."""
+
+
+JOB: Final = "job.pt"
+"""What is no tensor of the model's size: scheduler, scaler, groups, extra. Read with `weights_only`."""
 
 
 class _HashingStream(io.RawIOBase):
@@ -185,6 +190,19 @@ class Planner(DefaultSavePlanner):
             item, row, count = self._rows[index]
             return super().lookup_object(item.index).detach().narrow(0, row, count)
         return super().lookup_object(index)
+
+
+def read_job(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds beside its tensors: the content of `JOB`.
+
+    Raises:
+        DamagedCheckpointError: if it cannot be read.
+    """
+    try:
+        job: dict[str, Any] = unpack_bytes((checkpoint / JOB).read_bytes())
+        return job
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise DamagedCheckpointError(f"{checkpoint}: {JOB} cannot be read: {error}") from None
 
 
 class LazyTensor:

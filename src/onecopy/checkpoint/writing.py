@@ -27,14 +27,11 @@ import onecopy
 from onecopy.checkpoint.directory import abandon, begin, commit, find_checkpoints, keep_newest, next_sequence
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.manifest import FileEntry, Manifest, read_manifest
-from onecopy.checkpoint.storage import Planner, Writer
+from onecopy.checkpoint.storage import JOB, Planner, Writer
 from onecopy.errors import CheckpointError
 
 ASSET: Final = "asset-"
 """How the names of files begin that were given to be kept."""
-
-JOB: Final = "job.pt"
-"""What is no tensor of the model's size: scheduler, scaler, groups, extra. Read with `weights_only`."""
 
 Contents = dict[str, dict[str, Any]]
 """Tensors by section ("model", "optimizer", "ranks") and name, as DCP flattens them."""
