@@ -339,3 +339,28 @@ def _background(rank: int, directory: Path) -> None:
 
 def test_background_saves_hold_one_copy_of_the_ranks_share(tmp_path: Path) -> None:
     run_ranks(2, _background, tmp_path)
+
+
+def _load_again(rank: int, directory: Path) -> None:
+    model = onecopy.shard(seeded(Stack), 3)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    batch = part(vector_batches(1)[0], rank, 2)
+
+    def step() -> float:
+        loss: Tensor = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step()
+    onecopy.save(directory, model, optimizer)
+    expected = [step(), step()]
+    memory = [state["exp_avg"].local.data_ptr() for state in optimizer.state.values()]
+    onecopy.load(directory, model, optimizer)
+    assert [state["exp_avg"].local.data_ptr() for state in optimizer.state.values()] == memory
+    assert [step(), step()] == expected
+
+
+def test_a_run_that_goes_back_reads_into_the_memory_that_it_has(tmp_path: Path) -> None:
+    run_ranks(2, _load_again, tmp_path)

@@ -18,7 +18,7 @@ import onecopy as package
 from models import TinyGPT, seeded
 from onecopy.cli.main import main
 from ranks import run_ranks
-from test_cli_train import TINY, long_run, onecopy, read_run, wait_until
+from test_cli_train import TINY, long_run, read_run, wait_until
 
 
 def command(*arguments: str) -> tuple[int, str, str]:
@@ -108,11 +108,10 @@ def test_a_job_whose_rank_is_killed_goes_on_and_its_model_is_exported(tmp_path: 
         launcher.communicate(timeout=30)
     assert launcher.returncode == 1
     stopped = int(latest.read_text().strip().removeprefix("step-"))
-    again = onecopy(
-        "train", *TINY, "--steps", str(stopped + 3), "--directory", str(directory), "--resume", "auto", "--ranks", "1"
-    )
-    assert (again.returncode, again.stderr) == (0, "")
-    assert f"step-{stopped:08d}, step {stopped}, saved by 2 ranks" in again.stdout
+    where = ["--directory", str(directory), "--resume", "auto"]
+    code, output, _ = command("train", *TINY, "--steps", str(stopped + 3), *where, "--ranks", "1")
+    assert code == 0
+    assert f"step-{stopped:08d}, step {stopped}, saved by 2 ranks" in output
     records, summary = read_run(directory)
     steps = [record["step"] for record in records if record["kind"] == "train"]
     assert steps == list(range(1, stopped + 4))

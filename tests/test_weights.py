@@ -123,10 +123,10 @@ print(peak() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for the peak of memory")
 def test_export_holds_one_file_and_little_more(tmp_path: Path) -> None:
-    """A model of 480 MB in files of 40 MB: the peak that the kernel saw stays below 40 + 200 MB."""
+    """A model of 300 MB in files of 40 MB: the peak that the kernel saw stays below 40 + 200 MB."""
 
     def save(rank: int) -> None:
-        model = nn.Sequential(*(nn.Linear(2500, 2000, bias=False, device="cpu") for _ in range(24)))
+        model = nn.Sequential(*(nn.Linear(2500, 2000, bias=False, device="cpu") for _ in range(15)))
         onecopy.save(tmp_path / "c", model)
 
     run_ranks(1, save, group=False)
@@ -141,7 +141,7 @@ def test_export_holds_one_file_and_little_more(tmp_path: Path) -> None:
     peak = int(done.stdout)
     print(f"peak {peak / 1e6:.0f} MB")
     assert 40e6 < peak < 240e6
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 12
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 8
 
 
 def _save_pretrained(rank: int, directory: Path) -> None:

@@ -48,7 +48,7 @@ def take_states(optimizer: Optimizer, named: Named) -> tuple[States, dict[str, A
 
 
 def make_states(optimizer: Optimizer, named: Named, saved: Mapping[tuple[str, str], Any]) -> States:
-    """Tensors for the states to be read into, cut as this run cuts their parameters; content undefined.
+    """Tensors for the states to be read into, cut as this run cuts their parameters: those that are there, or new ones.
 
     Args:
         saved: the checkpoint's metadata of each state tensor, by names of parameter and state.
@@ -58,7 +58,10 @@ def make_states(optimizer: Optimizer, named: Named, saved: Mapping[tuple[str, st
     for (name, key), metadata in saved.items():
         if name in held:
             parameter = named.parameters[name]
-            made.setdefault(name, {})[key] = _like(parameter, metadata.size, metadata.properties.dtype)
+            own = optimizer.state.get(parameter, {}).get(key)
+            fits = isinstance(own, Tensor) and (own.shape, own.dtype) == (metadata.size, metadata.properties.dtype)
+            new = own if fits else _like(parameter, metadata.size, metadata.properties.dtype)
+            made.setdefault(name, {})[key] = new
     return made
 
 
