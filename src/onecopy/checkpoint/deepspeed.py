@@ -164,8 +164,9 @@ def _open(path: Path) -> dict[str, Any]:
 
 def _stage(tag: Path, optim: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """ZeRO's stage, and how many ranks there were."""
-    stage = optim[0].get("zero_stage")
-    number = int(stage.arguments[0]) if isinstance(stage, _StandIn) else int(stage or 0)
+    # Its bf16 optimizer, which is stage 1, says none.
+    stage = optim[0].get("zero_stage", 1 if "single_partition_of_fp32_groups" in optim[0] else 0)
+    number = int(stage.arguments[0]) if isinstance(stage, _StandIn) else int(stage)
     counts = optim[0].get("partition_count")
     ranks = max(counts) if isinstance(counts, list | tuple) else int(counts or 0)
     if number not in (1, 2, 3):

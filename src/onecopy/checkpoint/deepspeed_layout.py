@@ -65,14 +65,19 @@ class FlatStates:
         return [key for key, value in states.items() if isinstance(value, Tensor) and value.shape == weight.shape]
 
     def describe(self, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """The groups and counters as onecopy saves them."""
+        """The optimizer's groups and counters as onecopy saves them.
+
+        Args:
+            names: the parameters of each flat tensor; stage 3 may have several of these for one group.
+        """
         groups, small = [], {}
-        for number, (group, own) in enumerate(zip(self._groups, names, strict=True)):
+        for group in self._groups:
             values = {key: value for key, value in group.items() if key not in (*IMPLEMENTATION, "step")}
-            groups.append({"names": list(own), "values": values})
-            step = self._states[0][number].get("step", group.get("step"))
-            if step is not None:
-                small.update({name: {"step": torch.tensor(float(step))} for name in own})
+            groups.append({"names": [name for number in group["params"] for name in names[number]], "values": values})
+            for number in group["params"]:
+                step = self._states[0][number].get("step", group.get("step"))
+                if step is not None:
+                    small.update({name: {"step": torch.tensor(float(step))} for name in names[number]})
         return {"kind": None, "groups": groups, "states": small}
 
     def _take(self, ranks: list[list[Tensor]], place: Place) -> Tensor:
