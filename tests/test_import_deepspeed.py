@@ -74,9 +74,10 @@ def _states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str,
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_states_and_the_next_losses_are_deepspeeds(stage: int, tmp_path: Path) -> None:
-    source = FIXTURES / f"deepspeed-stage{stage}"
+@pytest.mark.parametrize("case", MAKER.CASES)
+def test_weights_states_and_the_next_losses_are_deepspeeds(case: str, tmp_path: Path) -> None:
+    """After bf16 training the fp32 masters are exact; states and losses of an fp32 run are other ones."""
+    source, stage, exact = FIXTURES / f"deepspeed-{case}", int(case[5]), not case.endswith("bf16")
     step, found_stage, ranks, parameters = run_ranks(1, _import, source, tmp_path, group=False)[0]
     assert (step, found_stage, ranks) == (2, stage, 2)
     assert parameters == sum(p.numel() for p in MAKER.Tied().parameters())
@@ -104,12 +105,14 @@ def test_weights_states_and_the_next_losses_are_deepspeeds(stage: int, tmp_path:
     for weights, states, losses in run_ranks(4, resume):
         torch.manual_seed(0)
         frozen = MAKER.Tied().frozen.weight.detach()
+        frozen = frozen if exact else frozen.bfloat16().float()
         assert_same_weights(weights, {**expected["weights"], "frozen.weight": frozen}, atol=0)
         assert states.keys() == twin.keys()
         for name, own in states.items():
             for key, value in own.items():
-                torch.testing.assert_close(value, twin[name][key], rtol=1e-5, atol=1e-8)
-        assert losses == pytest.approx(expected["losses"], rel=1e-6, abs=0)
+                rounding = {"rtol": 1e-5, "atol": 1e-8} if exact else {"rtol": 0.05, "atol": 2e-3}
+                torch.testing.assert_close(value, twin[name][key], **rounding)
+        assert losses == pytest.approx(expected["losses"], rel=1e-6 if exact else 1e-2, abs=0)
 
 
 class Evil:
