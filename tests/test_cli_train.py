@@ -142,6 +142,7 @@ def test_own_ranks_from_a_config_file(tmp_path: Path) -> None:
         "events",
         "tokenizer",
         "trace",
+        "checkpoints",
     }
     resolved = tomllib.loads((directory / "config.toml").read_text())
     assert resolved["parallel"] | {"ranks": 2, "device": "cpu", "accumulate": 2} == resolved["parallel"]
@@ -182,7 +183,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @contextmanager
 def long_run(directory: Path, **more: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A run that would take hours, once it trains: its launcher, and the pids of its ranks."""
-    arguments = ["train", *TINY, "--steps=1000000", "--directory", str(directory)]
+    arguments = ["train", *TINY, "--steps=1000000", "--save-every=40", "--directory", str(directory)]
     launcher = subprocess.Popen(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import onecopy
@@ -64,8 +65,15 @@ def _run(rank: int, source: str) -> list[float]:
     return names["model"].losses
 
 
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory / "model.safetensors"
+
+
 @pytest.mark.parametrize("source", examples())
-def test_example_runs_on_two_ranks(source: str) -> None:
+def test_example_runs_on_two_ranks(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({name: p.detach().clone() for name, p in Tiny().named_parameters()}, _made(tmp_path / "weights"))
     ranks = 4 if "init_device_mesh" in source else 2
     for losses in run_ranks(ranks, _run, source):
         assert all(0 < loss < 10 for loss in losses)

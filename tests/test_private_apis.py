@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,40 @@ def test_current_graph_task_id_tells_backward_from_the_rest() -> None:
     x.sum().backward()
     assert seen[0] != -1
     assert torch._C._current_graph_task_id() == -1
+
+
+def test_checkpointable_protocol_is_what_sliced_tensors_implement() -> None:
+    """sharding/checkpointable.py; read in torch 2.13."""
+    from torch.distributed._checkpointable import _Checkpointable
+
+    from onecopy.sharding.sliced import SlicedTensor
+
+    methods = {name for name in vars(_Checkpointable) if name.startswith("__") and name in vars(SlicedTensor)}
+    assert methods >= {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
+
+
+def test_file_system_of_checkpoints_can_be_replaced(tmp_path: Path) -> None:
+    """checkpoint/storage.py and checkpoint/pretrained.py; read in torch 2.13."""
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    assert type(FileSystemWriter(tmp_path).fs) is FileSystem
+    assert type(HuggingFaceStorageReader(str(tmp_path)).fs) is FileSystem
+    assert {"create_stream", "rename", "ls"} <= set(vars(FileSystem))
+
+
+def test_metadata_of_checkpoints_is_pickled_from_the_allowed_classes(tmp_path: Path) -> None:
+    """checkpoint/storage.py: what plain DCP writes can be read by the closed list."""
+    import torch.distributed.checkpoint as dcp
+
+    from onecopy.checkpoint.storage import Reader
+
+    def save(rank: int) -> None:
+        dcp.save({"a": torch.ones(2, 3), "b": {"c": 5}}, checkpoint_id=tmp_path)
+
+    run_ranks(1, save, group=False)
+    found = Reader(tmp_path).read_metadata().state_dict_metadata
+    assert set(found) == {"a", "b.c"}
 
 
 def test_queue_callback_runs_after_the_last_gradient() -> None:

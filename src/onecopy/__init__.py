@@ -10,6 +10,10 @@ from onecopy import errors as errors
 from onecopy.stage import Stage
 
 if TYPE_CHECKING:
+    from onecopy.checkpoint.load import Loaded, load
+    from onecopy.checkpoint.pretrained import load_pretrained
+    from onecopy.checkpoint.save import save
+    from onecopy.checkpoint.writing import Saving
     from onecopy.comm.ledger import Entry, Ledger, Traffic
     from onecopy.sharding.api import ledger, meter, padded_numel, shard
     from onecopy.sharding.precision import Precision
@@ -22,21 +26,30 @@ __version__ = "0.1.0"
 __all__ = [
     "Entry",
     "Ledger",
+    "Loaded",
     "Precision",
     "Profile",
+    "Saving",
     "SlicedTensor",
     "Stage",
     "Traffic",
     "gathered",
     "ledger",
+    "load",
+    "load_pretrained",
     "materialize",
     "meter",
     "padded_numel",
     "profile",
+    "save",
     "shard",
 ]
 
 _HOMES = {
+    "onecopy.checkpoint.load": ("Loaded", "load"),
+    "onecopy.checkpoint.pretrained": ("load_pretrained",),
+    "onecopy.checkpoint.save": ("save",),
+    "onecopy.checkpoint.writing": ("Saving",),
     "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.sharding.api": ("ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.precision": ("Precision",),

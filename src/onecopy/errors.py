@@ -30,3 +30,11 @@ class CollectiveError(OnecopyError, RuntimeError):
 
 class CollectiveTimeout(CollectiveError):
     """A collective did not finish in time. Names the collective, its unit and the ranks that are missing."""
+
+
+class CheckpointError(OnecopyError, RuntimeError):
+    """A checkpoint could not be saved or loaded. Raised alike on every rank; earlier checkpoints are untouched."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is incomplete or its bytes changed. The message names it and what is wrong with it."""

@@ -13,6 +13,7 @@ def main() -> None:
     try:
         import typer
 
+        from onecopy.cli.checkpoint import export, import_deepspeed, inspect
         from onecopy.cli.report import report
         from onecopy.cli.train import short_names, train
         from onecopy.errors import SettingsError
@@ -29,6 +30,9 @@ def main() -> None:
     )
     app.command("train")(train)
     app.command("report")(report)
+    app.command("inspect")(inspect)
+    app.command("export")(export)
+    app.command("import-deepspeed")(import_deepspeed)
     arguments = sys.argv[1:]
     try:
         if arguments[:1] == ["train"]:

@@ -41,7 +41,10 @@ class Summary:
     """A run in numbers.
 
     Attributes:
-        steps: optimizer steps taken.
+        steps: optimizer steps taken, those before a resume included.
+        resumed_at: the step after which this run went on from a checkpoint; 0 if it began at the start. What follows is
+            of the steps after it.
+        checkpoint: the last one that was saved, None without one.
         interrupted: whether a signal ended it early.
         first_loss, last_loss: of the first and last step, means over the whole batch.
         validation_loss: of the last evaluation, None without one.
@@ -55,6 +58,8 @@ class Summary:
     """
 
     steps: int
+    resumed_at: int
+    checkpoint: str | None
     interrupted: bool
     first_loss: float
     last_loss: float
@@ -80,9 +85,11 @@ class Account:
     Args:
         config: one whose ranks are known.
         model: the sharded model.
+        resumed_at: steps that were taken before.
     """
 
-    def __init__(self, config: Config, world: World, model: nn.Module) -> None:
+    def __init__(self, config: Config, world: World, model: nn.Module, resumed_at: int = 0) -> None:
+        self._resumed_at = resumed_at
         self._config = config
         self._world = world
         self._ledger = onecopy.ledger(model)
@@ -132,12 +139,18 @@ class Account:
         self._mark = perf_counter()
         return Record("evaluation", step, {"loss": loss})
 
-    def summary(self, *, interrupted: bool) -> Summary:
+    def skip_time(self) -> None:
+        """Leave the time since the last step out: something else was done."""
+        self._mark = perf_counter()
+
+    def summary(self, *, interrupted: bool, checkpoint: str | None) -> Summary:
         """The run in numbers. Every rank must ask."""
         parallel = self._config.parallel
         timed = self._seconds[1:] or self._seconds
         return Summary(
-            steps=len(self._losses),
+            steps=self._resumed_at + len(self._losses),
+            resumed_at=self._resumed_at,
+            checkpoint=checkpoint,
             interrupted=interrupted,
             first_loss=self._losses[0],
             last_loss=self._losses[-1],

@@ -51,7 +51,7 @@ def check(config: Config) -> None:
     """
     problems = [
         problem
-        for find in (_unused, _ranks, _device, _model, _data, _evaluation, _directory)
+        for find in (_unused, _ranks, _device, _model, _data, _evaluation, _resume, _directory)
         if (problem := find(config))
     ]
     if problems:
@@ -68,6 +68,8 @@ def _unused(config: Config) -> str | None:
         "data.vocabulary": "data.tokenizer" if config.data.tokenizer != "train" else None,
         "schedule.final_fraction": "schedule.decay" if config.schedule.decay == "constant" else None,
         "evaluation.evaluate_batches": "evaluation.evaluate_every" if not config.evaluation.evaluate_every else None,
+        "checkpoint.keep": "checkpoint.save_every" if not config.checkpoint.save_every else None,
+        "checkpoint.save_in_background": "checkpoint.save_every" if not config.checkpoint.save_every else None,
     }
     for key in keys():
         value = getattr(getattr(config, key.section), key.name)
@@ -155,8 +157,19 @@ def _evaluation(config: Config) -> str | None:
     return None
 
 
+def _resume(config: Config) -> str | None:
+    resume = config.checkpoint.resume
+    if resume == "auto" and config.run.directory == "auto":
+        return "checkpoint.resume = 'auto' goes on in run.directory; name it"
+    if resume not in ("", "auto") and not Path(resume).is_dir():
+        return f"checkpoint.resume must be 'auto', a checkpoint or a directory of them; found {resume!r}"
+    return None
+
+
 def _directory(config: Config) -> str | None:
     directory = Path(config.run.directory)
+    if config.checkpoint.resume == "auto" and (not directory.exists() or directory.is_dir()):
+        return None
     # Only the first rank may ask: it is the one that fills the directory.
     if config.run.directory == "auto" or os.environ.get("RANK", "0") != "0" or not directory.exists():
         return None

@@ -123,6 +123,25 @@ class Evaluation(Section):
     )
 
 
+class Checkpoint(Section):
+    """What is kept to go on from."""
+
+    save_every: int = Field(
+        default=50,
+        ge=0,
+        description="Steps between checkpoints; the last step has one too, and one that a signal ends. 0: none.",
+    )
+    keep: int = Field(default=2, ge=1, description="Checkpoints that stay; older ones are deleted.")
+    save_in_background: bool = Field(
+        default=False, description="Write while training goes on; it costs a copy of the rank's share in host memory."
+    )
+    resume: str = Field(
+        default="",
+        description="Go on from here: a checkpoint, or a directory of them. 'auto': from run.directory, if it has one, "
+        "which may then exist already. Empty: from the start.",
+    )
+
+
 class Run(Section):
     """What a run leaves behind."""
 
@@ -146,4 +165,5 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
     run: Run = Run()

@@ -67,7 +67,13 @@ class Batches:
 
     def __iter__(self) -> Iterator[list[Batch]]:
         """Steps without end."""
-        order = itertools.chain.from_iterable(map(self._epoch, itertools.count()))
+        return self.after(0)
+
+    def after(self, steps: int) -> Iterator[list[Batch]]:
+        """The same without the first ``steps``, of which nothing is read."""
+        epoch, seen = divmod(steps * self._batch, len(self._sequences))
+        epochs = itertools.chain.from_iterable(map(self._epoch, itertools.count(epoch)))
+        order = itertools.islice(epochs, seen, None)
         while True:
             step = numpy.fromiter(itertools.islice(order, self._batch), numpy.int64, self._batch)
             parts = step.reshape(self._accumulate, self._world.size, -1)

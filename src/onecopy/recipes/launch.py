@@ -26,7 +26,7 @@ from typing import Final, NoReturn
 
 import torch
 
-from onecopy.errors import CollectiveError, CollectiveTimeout, MismatchError, SettingsError
+from onecopy.errors import CheckpointError, CollectiveError, CollectiveTimeout, MismatchError, SettingsError
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
 from onecopy.recipes.world import join
@@ -88,14 +88,15 @@ def _threads(ranks: int) -> int:
 
 def _be_a_rank(config: Config) -> NoReturn:
     rank, is_first = os.environ["RANK"], os.environ.get("LOCAL_RANK", "0") == "0"
-    message = ""
+    message, known_to_all = "", False
     try:
         config = resolve(config)
         check(config)
         code = _train(config)
-    except (SettingsError, MismatchError) as error:
+    except (SettingsError, MismatchError, CheckpointError) as error:
         # The same on every rank of a host, or known to the first one alone.
-        message, code = f"error: {error}\n" if is_first else "", Exit.SETTINGS
+        message, known_to_all = f"error: {error}\n" if is_first else "", True
+        code = Exit.FAILED if isinstance(error, CheckpointError) else Exit.SETTINGS
     except CollectiveTimeout as error:
         message, code = f"rank {rank} gave up: {error}\n", Exit.FAILED
     except Exception as error:
@@ -106,7 +107,7 @@ def _be_a_rank(config: Config) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.write(message)
     sys.stderr.flush()
-    if code == Exit.SETTINGS and not is_first:
+    if known_to_all and not is_first:
         # The message must be out before torchrun sees an exit and ends them all.
         time.sleep(_LAST_WORDS)
     # Past destructors, which may wait for ranks that are gone.

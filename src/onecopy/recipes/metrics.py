@@ -36,10 +36,16 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on."""
+    """One JSON object a line, readable while the run goes on.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        after: a run that goes on after this step keeps the lines up to it.
+    """
+
+    def __init__(self, path: Path, after: int = 0) -> None:
+        kept = _lines_until(path, after) if after else []
         self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._file.writelines(kept)
 
     def write(self, record: Record) -> None:
         line: dict[str, Any] = {"kind": record.kind, "step": record.step}
@@ -56,12 +62,12 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars by kind and name."""
+    """Scalars by kind and name. ``after``: as for `JsonLines`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(directory), purge_step=after + 1 if after else None)
 
     def write(self, record: Record) -> None:
         for name, value in record.values.items():
@@ -69,6 +75,18 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """The lines of steps up to ``step``; a line that a crash cut short is left out."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    return kept
 
 
 def make_run_directory(wanted: str) -> Path:

@@ -85,9 +85,13 @@ def print_summary(console: Console, summary: Summary) -> None:
     """The closing words."""
     if summary.interrupted:
         console.print(f"stopped by a signal after step {summary.steps}")
+    if summary.resumed_at:
+        console.print(f"went on after step {summary.resumed_at} of an earlier run")
     validation = "" if summary.validation_loss is None else f", validation {summary.validation_loss:.4f}"
     console.print(f"loss {summary.first_loss:.4f} at the first step, {summary.last_loss:.4f} at the last{validation}")
     console.print(f"{summary.tokens_per_second:,.0f} tokens/s")
+    if summary.checkpoint is not None:
+        console.print(f"checkpoint: {summary.checkpoint}", soft_wrap=True)
     console.print(f"peak memory by rank: {', '.join(map(megabytes, summary.peak_memory))}", soft_wrap=True)
     table = Table(title="bytes a rank sends per step", title_justify="left")
     for column in ("operation", "sent", "formula", "formula in Ψ"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ import onecopy
 from onecopy.recipes.account import Account
 from onecopy.recipes.config import Config
 from onecopy.recipes.data import Batch, prepare
+from onecopy.recipes.keeper import Keeper
 from onecopy.recipes.metrics import JsonLines, Record, Sink, TensorBoard, make_run_directory, write_summary
 from onecopy.recipes.model import build_model
 from onecopy.recipes.report import Report, print_start, print_summary
@@ -57,9 +57,15 @@ def train(config: Config, world: World) -> bool:
     optimizer = build_optimizer(model, config.optimizer)
     schedule = build_schedule(optimizer, config.schedule)
 
-    account = Account(config, world, model)
-    with StopRequest() as stop, _open_sinks(config, world, directory, model) as write:
-        for step, micro_batches in enumerate(islice(batches, steps), 1):
+    keeper = Keeper(config, world, directory, model, optimizer, schedule)
+    start = keeper.resume()
+    if start >= steps:
+        keeper.say(f"nothing to do: {keeper.last} is of step {start}, and schedule.steps is {steps}")
+        return True
+
+    account = Account(config, world, model, start)
+    with StopRequest() as stop, _open_sinks(config, world, directory, model, start) as write:
+        for step, micro_batches in zip(range(start + 1, steps + 1), batches.after(start), strict=False):
             with _profiled(step, config, world, directory, model):
                 loss = torch.zeros((), device=world.device)
                 for batch in micro_batches:
@@ -76,12 +82,15 @@ def train(config: Config, world: World) -> bool:
             record = account.step_done(step, loss_sum / world.size, learning_rate, norm.item())
             if step % config.run.log_every == 0 or step in (1, steps):
                 write(record)
+            if stops or step == steps or keeper.is_due(step):
+                keeper.save(step)
+                account.skip_time()
             if stops:
                 break
             if evaluation_batches and (step % config.evaluation.evaluate_every == 0 or step == steps):
                 write(account.evaluated(step, evaluate(model, evaluation_batches, world)))
 
-    summary = account.summary(interrupted=step < steps)
+    summary = account.summary(interrupted=step < steps, checkpoint=keeper.finish())
     if world.rank == 0:
         write_summary(directory, summary.as_dict())
         print_summary(Console(), summary)
@@ -132,16 +141,18 @@ def _profiled(step: int, config: Config, world: World, directory: Path, model: n
 
 
 @contextmanager
-def _open_sinks(config: Config, world: World, directory: Path, model: nn.Module) -> Iterator[Callable[[Record], None]]:
+def _open_sinks(
+    config: Config, world: World, directory: Path, model: nn.Module, start: int
+) -> Iterator[Callable[[Record], None]]:
     """A function that hands a record to the terminal and the files; on other ranks than the first to nobody."""
     sinks: list[Sink] = []
     with ExitStack() as open_sinks:
         if world.rank == 0:
             console = Console()
             print_start(console, config, model)
-            sinks.append(JsonLines(directory / "metrics.jsonl"))
+            sinks.append(JsonLines(directory / "metrics.jsonl", start))
             if config.run.tensorboard:
-                sinks.append(TensorBoard(directory))
+                sinks.append(TensorBoard(directory, start))
             sinks.append(Report(console, config.schedule.steps))
         for sink in sinks:
             open_sinks.callback(sink.close)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onecopy.comm.mesh import Axis
 from onecopy.errors import UsageError
+from onecopy.sharding import checkpointable
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Slicing:
     start: int
     numel: int
     axis: Axis
+
+    @property
+    def memory_order(self) -> list[int]:
+        """Dimensions from the slowest to the fastest in memory."""
+        return memory_order(self.strides)
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's elements of ``whole`` (full shape, any strides), 1-D."""
@@ -137,9 +143,24 @@ class SlicedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            f"{self.slicing.name!r} is sharded: pickling it (torch.save) would keep this rank's slice alone. Save "
-            f"model.state_dict() inside `with onecopy.gathered(model):`."
+            f"{self.slicing.name!r} is sharded: pickling it (torch.save) would keep this rank's slice alone. Use "
+            f"onecopy.save(directory, model, optimizer), or save model.state_dict() inside "
+            f"`with onecopy.gathered(model):`."
         )
+
+    # --- torch.distributed.checkpoint's protocol; see `checkpointable.py`
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        return checkpointable.write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        # Only loads ask: the slice is about to be written through views.
+        if self._on_write is not None:
+            self._on_write()
+        return checkpointable.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return checkpointable.find_box(self, index.offset)
 
 
 def flatten(whole: Tensor, strides: tuple[int, ...]) -> Tensor:

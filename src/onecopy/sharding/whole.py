@@ -78,30 +78,17 @@ def materialize(
     Raises:
         UsageError: if the model is not sharded on meta, or a module has no `reset_parameters` and ``init`` is None.
     """
-    device = torch.device(device)
-    engine = _engine_of(_parameters_of(model)[0])
-    if not all(bucket.device.type == "meta" for unit in engine.units for bucket in unit.buckets):
-        raise UsageError("materialize is for models built on the meta device; this one has its values.")
+    engine = allocate(model, device)
     left: dict[Unit, int] = {}
     units_of: dict[nn.Module, list[Unit]] = {}
     for unit in engine.units:
         for bucket in unit.buckets:
-            old = [Found(e.name, e.shown, e.places) for e in bucket.entries]
-            bucket.place_on(device, old)
-            bucket.show_sliced()
-            for found in old:
-                mark_replaced(found.parameter, found.name)
             for module in {module for entry in bucket.entries for module, _ in entry.places}:
                 if unit not in units_of.setdefault(module, []):
                     units_of[module].append(unit)
                     left[unit] = left.get(unit, 0) + 1
-    engine.rebuild_gradients()
-    watch(engine)
     opened: dict[Unit, list[_Opened]] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
         for unit in units_of.get(module, []):
             if unit not in opened:
                 opened[unit] = [_Opened(bucket, None, gather=False) for bucket in unit.buckets]
@@ -114,6 +101,32 @@ def materialize(
                     item.store(write=True)
     broadcast_buffers(model, engine.mesh, all_dtypes=True)
     return model
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> Engine:
+    """Give a model that was sharded on the meta device memory, and no values: slices are zero, buffers undefined.
+
+    Raises:
+        UsageError: if the model is not sharded on meta.
+    """
+    device = torch.device(device)
+    engine = _engine_of(_parameters_of(model)[0])
+    if not all(bucket.device.type == "meta" for unit in engine.units for bucket in unit.buckets):
+        raise UsageError("only models built on the meta device are given memory; this one has its values.")
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            old = [Found(e.name, e.shown, e.places) for e in bucket.entries]
+            bucket.place_on(device, old)
+            bucket.show_sliced()
+            for found in old:
+                mark_replaced(found.parameter, found.name)
+    engine.rebuild_gradients()
+    watch(engine)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    return engine
 
 
 def _initialise(module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:

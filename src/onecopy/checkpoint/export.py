@@ -1,0 +1,147 @@
+"""export: a checkpoint's weights as Hugging Face safetensors, one output file in memory at a time.
+
+    model.safetensors, or model-00001-of-00007.safetensors, ... and model.safetensors.index.json
+    config.json, tokenizer.json, ...   what was saved with the checkpoint
+
+Tied weights are written once, under their first name, as `save_pretrained` does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from onecopy.checkpoint.load import find_whole, read_tensors
+from onecopy.checkpoint.storage import Reader, read_job
+from onecopy.checkpoint.writing import ASSET
+from onecopy.errors import SettingsError
+
+DTYPES: Final = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        source: the checkpoint.
+        step: its step.
+        files: bytes of each file, by name.
+        parameters: elements of all tensors.
+    """
+
+    source: Path
+    step: int
+    files: Mapping[str, int]
+    parameters: int
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 5_000_000_000,
+    assets: Iterable[str | Path] = (),
+) -> Exported:
+    """Write a checkpoint's weights as transformers loads them. One process calls it.
+
+    Memory: one output file, and one piece of one tensor (64 MiB). Disk: the new files.
+
+    Args:
+        checkpoint: one, or a directory of them, of which the newest whole one is taken.
+        out: a directory that is new or empty; it appears when everything is in it.
+        dtype: of floating-point tensors; None keeps those of the master weights.
+        file_bytes: at most so many in a weights file, but one tensor at least.
+        assets: files to add, or to put in place of those that were saved: config.json, a tokenizer's.
+
+    Raises:
+        SettingsError: if ``out`` cannot be written.
+        CheckpointError: if there is no whole checkpoint.
+    """
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(f"{str(out)!r} must be new or empty, so that nothing is overwritten")
+    path, manifest, _ = find_whole(Path(checkpoint))
+    reader = Reader(path)
+    saved = reader.read_metadata().state_dict_metadata
+    aliases = read_job(path)["aliases"]
+    tensors = {
+        key.removeprefix("model."): metadata
+        for key, metadata in saved.items()
+        if key.startswith("model.") and isinstance(metadata, TensorStorageMetadata)
+    }
+    whole = {name: _empty(metadata, dtype) for name, metadata in tensors.items() if name not in aliases}
+    groups = _split(whole, file_bytes)
+    making = target.with_name(f".exporting-{target.name}")
+    shutil.rmtree(making, ignore_errors=True)
+    try:
+        making.mkdir(parents=True)
+        names = _file_names(len(groups))
+        for name, group in zip(names, groups, strict=True):
+            _write_file(Reader(path), making / name, {key: whole[key] for key in group})
+        if len(groups) > 1:
+            places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+            total = {"total_size": sum(tensor.nbytes for tensor in whole.values())}
+            index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
+            (making / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
+        kept = {name.removeprefix(ASSET): path / name for name in manifest.files if name.startswith(ASSET)}
+        for name, source in {**kept, **{Path(file).name: Path(file) for file in assets}}.items():
+            shutil.copyfile(source, making / name)
+        if dtype is not None and (making / "config.json").exists():
+            _set_dtype(making / "config.json", dtype)
+        if target.exists():
+            target.rmdir()
+        making.rename(target)
+    except OSError as error:
+        shutil.rmtree(making, ignore_errors=True)
+        raise SettingsError(f"cannot write {str(out)!r}: {error.strerror or error}") from None
+    files = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
+    return Exported(path, manifest.step, files, sum(tensor.numel() for tensor in whole.values()))
+
+
+def _empty(metadata: TensorStorageMetadata, dtype: torch.dtype | None) -> torch.Tensor:
+    own = metadata.properties.dtype
+    return torch.empty(metadata.size, dtype=dtype if dtype and own.is_floating_point else own, device="meta")
+
+
+def _split(tensors: Mapping[str, torch.Tensor], file_bytes: int) -> list[list[str]]:
+    """Names in order, as many in a group as fit into a file."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and used + tensor.nbytes > file_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += tensor.nbytes
+    return groups
+
+
+def _file_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _write_file(reader: Reader, file: Path, like: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
+    read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()})
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    settings.pop("torch_dtype", None)
+    settings["dtype"] = _NAMES[dtype]
+    config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,227 @@
+"""load: a run's state from the newest whole checkpoint of a directory, at any stage and number of ranks.
+
+Before anything is read into the model, every byte is checked, by all ranks together and each file once. A damaged
+checkpoint is named and the next older whole one taken. Then each rank reads the parts that it holds, and no others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from onecopy.checkpoint.directory import find_checkpoints, is_checkpoint
+from onecopy.checkpoint.group import Group
+from onecopy.checkpoint.manifest import Manifest, check_content, check_sizes, read_manifest
+from onecopy.checkpoint.names import Named, check_has_values, name_tensors
+from onecopy.checkpoint.optimizer import States, make_states, put_states
+from onecopy.checkpoint.random import put_generators, unpack
+from onecopy.checkpoint.storage import Reader, read_job
+from onecopy.errors import CheckpointError, DamagedCheckpointError
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        path: the checkpoint.
+        step: its step.
+        extra: what was saved as such.
+        rank_extra: what this rank saved as such; None at another number of ranks.
+        ranks: how many ranks saved it. Only at the same number were the random number generators continued.
+        skipped: checkpoints that were damaged, and how.
+    """
+
+    path: Path
+    step: int
+    extra: Any
+    rank_extra: Any
+    ranks: int
+    skipped: tuple[str, ...]
+
+
+def load(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    strict: bool = True,
+    check: bool = True,
+) -> Loaded:
+    """Load what `save` saved, whatever saved it, into whatever is given. Every rank calls it.
+
+    The model may be sharded by onecopy at any stage, plain, in DDP or under fully_shard. Memory: what the rank holds
+    anyway, and one piece of one tensor. At the number of ranks that saved, the run goes on bit for bit.
+
+    Args:
+        directory: of all of a run's checkpoints, or one of them. From a directory the newest whole one is loaded, with
+            a warning for each newer one that is damaged; a single one must be whole.
+        optimizer: takes states and, matched by parameter names, hyperparameters. None: weights alone.
+        scheduler, scaler: take what was saved as such, if there was.
+        strict: names that only the model or only the checkpoint has are an error; else they are left as they are.
+        check: read every byte against its checksum first. Without it, sizes alone are checked.
+
+    Raises:
+        CheckpointError: if there is no whole checkpoint, or it does not fit; lists every name that does not.
+        UsageError: if the model is on meta.
+    """
+    group = Group.current()
+    group.finish_background()
+    named = name_tensors(model)
+    check_has_values(named)
+    path, manifest, skipped = find_whole(Path(directory), check=check)
+    job, metadata = _read_small(group, path)
+    saved = {key: m for key, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
+    _check_fits(path, named, saved, job["aliases"], strict)
+
+    wanted = {f"model.{name}": tensor for name, tensor in named.tensors.items() if f"model.{name}" in saved}
+    states: States = {}
+    if optimizer is not None:
+        if "optimizer" not in job:
+            raise CheckpointError(f"{path}: no optimizer was saved with it; pass optimizer=None")
+        states = make_states(optimizer, named, _states_in(metadata, saved))
+        wanted |= {f"optimizer.state.{name}.{key}": t for name, own in states.items() for key, t in own.items()}
+    same_ranks = manifest.ranks == group.size
+    own_rank = torch.empty(0, dtype=torch.uint8)
+    if same_ranks and f"ranks.{group.rank}" in saved:
+        own_rank = torch.empty(saved[f"ranks.{group.rank}"].size, dtype=torch.uint8)
+        wanted[f"ranks.{group.rank}"] = own_rank
+    read_tensors(Reader(path), wanted)
+
+    if optimizer is not None:
+        put_states(optimizer, named, states, job["optimizer"])
+    for part, name in ((scheduler, "scheduler"), (scaler, "scaler")):
+        if part is not None and name in job:
+            part.load_state_dict(job[name])
+    _put_objects(model, job["objects"])
+    of_rank: dict[str, Any] = unpack(own_rank) if own_rank.numel() else {"extra": None}
+    if "generators" in of_rank:
+        put_generators(of_rank["generators"])
+    return Loaded(path, manifest.step, job.get("extra"), of_rank["extra"], manifest.ranks, skipped)
+
+
+def find_whole(directory: Path, *, check: bool = True) -> tuple[Path, Manifest, tuple[str, ...]]:
+    """The checkpoint that is to be loaded from a directory, or the one that is given. Every rank calls it.
+
+    Returns:
+        The checkpoint, its manifest, and what is wrong with each one that would have come before it.
+
+    Raises:
+        DamagedCheckpointError: if a single one is given and not whole.
+        CheckpointError: if there is none, or none that is whole.
+    """
+    group = Group.current()
+    single = group.on_first("looking for checkpoints", lambda: is_checkpoint(directory))
+    paths = [directory] if single else group.on_first("looking for checkpoints", lambda: find_checkpoints(directory))
+    if not paths:
+        raise CheckpointError(f"there is no checkpoint in {str(directory)!r}")
+    skipped: list[str] = []
+    for path in paths:
+        try:
+            manifest = check_whole(path, check=check)
+        except DamagedCheckpointError as error:
+            if single:
+                raise
+            skipped.append(str(error))
+            continue
+        if skipped and group.rank == 0:
+            warnings.warn(f"loading {path}, since these are damaged:\n" + "\n".join(skipped), stacklevel=3)
+        return path, manifest, tuple(skipped)
+    raise CheckpointError(f"no checkpoint in {str(directory)!r} is whole:\n" + "\n".join(skipped))
+
+
+def check_whole(path: Path, *, check: bool = True) -> Manifest:
+    """The manifest of a checkpoint whose files are all as they were written. Every rank calls it, and reads a share.
+
+    Raises:
+        DamagedCheckpointError: on every rank.
+    """
+    group = Group.current()
+
+    def look() -> Manifest:
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        if check:
+            check_content(path, manifest, sorted(manifest.files)[group.rank :: group.size])
+        return manifest
+
+    return group.together("checking a checkpoint", look)[group.rank]
+
+
+def read_tensors(reader: FileSystemReader, wanted: Mapping[str, Tensor]) -> None:
+    """Fill tensors in place from files, each rank its own parts. Every rank calls it.
+
+    Args:
+        wanted: by the files' key; plain tensors, SlicedTensors or DTensors, of the saved shapes.
+    """
+    group = Group.current()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def read() -> None:
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, group.rank == 0)
+        planner.set_up_planner(dict(wanted), metadata, group.rank == 0)
+        plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
+        with torch.no_grad():
+            reader.read_data(plan, planner).wait()
+
+    group.together("reading a checkpoint", read)
+
+
+def _read_small(group: Group, path: Path) -> tuple[dict[str, Any], Metadata]:
+    """What is read whole on every rank."""
+    found: list[tuple[dict[str, Any], Metadata]] = []
+
+    def read() -> None:
+        found.append((read_job(path), Reader(path).read_metadata()))
+
+    group.together("reading a checkpoint", read)
+    return found[0]
+
+
+def _states_in(metadata: Metadata, saved: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+    """The metadata of each optimizer state, by names of parameter and state."""
+    paths = {key: metadata.planner_data[key] for key in saved}
+    return {(p[2], p[3]): saved[key] for key, p in paths.items() if p[:2] == ("optimizer", "state")}
+
+
+def _check_fits(path: Path, named: Named, saved: Mapping[str, Any], aliases: Mapping[str, str], strict: bool) -> None:
+    """Compare names and shapes, and list all that differ."""
+    shapes = {key.removeprefix("model."): m.size for key, m in saved.items() if key.startswith("model.")}
+    known = {*named.tensors, *named.aliases}
+    # Of tied weights one name is enough.
+    satisfied = known | {name for alias, name in aliases.items() if alias in known}
+    lines = [
+        f"shape of {name}: {tuple(shapes[name])} in the checkpoint, {tuple(tensor.shape)} in the model"
+        for name, tensor in named.tensors.items()
+        if name in shapes and shapes[name] != tensor.shape
+    ]
+    if strict:
+        lines += [f"only in the model: {name}" for name in named.tensors if name not in shapes]
+        lines += [
+            f"only in the checkpoint: {name}"
+            for name in shapes
+            if name not in satisfied and aliases.get(name) not in satisfied
+        ]
+    if lines:
+        raise CheckpointError(f"{path} does not fit the model:\n" + "\n".join(lines))
+
+
+def _put_objects(model: nn.Module, objects: Mapping[str, Any]) -> None:
+    for name, value in objects.items():
+        owner, _, kind = name.rpartition(".")
+        if kind == "_extra_state":
+            put: Callable[[Any], None] = model.get_submodule(owner).set_extra_state
+            put(value)

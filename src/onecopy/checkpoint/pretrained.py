@@ -1,0 +1,204 @@
+"""load_pretrained: Hugging Face safetensors into a sharded model, each rank reading the parts that it holds.
+
+Built on meta, such a model has no memory until here, so no rank ever holds more than its slices and a piece of one
+tensor. The files are read by torch.distributed.checkpoint's own reader of safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from onecopy.checkpoint.group import Group
+from onecopy.checkpoint.load import read_tensors
+from onecopy.checkpoint.names import Named, clean_name, name_tensors
+from onecopy.errors import CheckpointError, UsageError
+from onecopy.sharding.whole import allocate
+
+_INDEX: Final = "model.safetensors.index.json"
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class _Listed(FileSystem):
+    """A file system that shows the files of one model, whatever else lies beside them."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = [str(file) for file in files]
+
+    def ls(self, path: Any) -> list[str]:
+        return self._files
+
+
+class _SafetensorsReader(HuggingFaceStorageReader):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(str(directory))
+        self.fs = _Listed(_find_files(directory))
+
+
+def load_pretrained(
+    model: ModelT,
+    directory: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    strict: bool = True,
+    init: Callable[[nn.Module], object] | None = None,
+) -> ModelT:
+    """Load weights from safetensors, in place. Every rank calls it; all must see the files.
+
+    Memory: each rank's slices, and the part of one tensor that is being read. Traffic: none.
+
+    Args:
+        model: sharded by `onecopy.shard`, on its device or on meta; or any other model.
+        directory: holds model.safetensors, or several files and model.safetensors.index.json.
+        device: where a model on meta gets its memory.
+        strict: names that only the model or only the files have are an error. Else only parameters of a model on meta
+            are, which would have no values.
+        init: called with each module of a model on meta that has buffers which no file holds (tables that are
+            computed, such as rotary frequencies). None calls the model's `_init_weights`, as models of transformers
+            have it, or the module's `reset_parameters`.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        CheckpointError: if files are missing or do not fit; every name that is missing, unexpected or of another shape
+            is listed.
+    """
+    reader, metadata = _open(Path(directory))
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    prefix = getattr(model, "base_model_prefix", "")
+    named = name_tensors(model)
+    keys = _match(metadata, named, prefix)
+    _check(Path(directory), metadata, named, keys, strict, on_meta, _ignored(model))
+    unsaved: list[nn.Module] = []
+    if on_meta:
+        unsaved = _with_unsaved_buffers(model, keys.values())
+        allocate(model, device)
+        named = name_tensors(model)
+    tensors = named.tensors
+    read_tensors(reader, {key: tensors[name] for key, name in keys.items()})
+    for module in unsaved:
+        _initialise(model, module, init)
+    return model
+
+
+def _open(directory: Path) -> tuple[_SafetensorsReader, Mapping[str, Any]]:
+    opened: list[tuple[_SafetensorsReader, Mapping[str, Any]]] = []
+
+    def read() -> None:
+        reader = _SafetensorsReader(directory)
+        opened.append((reader, reader.read_metadata().state_dict_metadata))
+
+    Group.current().together("reading safetensors", read)
+    return opened[0]
+
+
+def _find_files(directory: Path) -> list[Path]:
+    """The files of weights in a directory.
+
+    Raises:
+        CheckpointError: if there are none, or the index names one that is not there.
+    """
+    index = directory / _INDEX
+    if index.exists():
+        try:
+            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{str(index)!r} is no index of weights: {error!r}") from None
+        files = sorted({directory / name for name in listed})
+    elif (directory / "model.safetensors").exists():
+        files = [directory / "model.safetensors"]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.exists()]
+    if missing or not files:
+        what = f"its index names {', '.join(missing)}, which is not there" if missing else "there is no .safetensors"
+        raise CheckpointError(f"cannot load weights from {str(directory)!r}: {what}")
+    return files
+
+
+def _match(keys: Iterable[str], named: Named, prefix: str) -> dict[str, str]:
+    """The model's name for each key of the files that it knows, with or without the prefix of a base model."""
+    tensors = named.tensors
+    found: dict[str, str] = {}
+    for key in keys:
+        for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
+            name = named.aliases.get(name, name)
+            # A tied weight may be there under each of its names.
+            if name in tensors and name not in found.values():
+                found[key] = name
+                break
+    return found
+
+
+def _check(
+    directory: Path,
+    metadata: Mapping[str, Any],
+    named: Named,
+    keys: Mapping[str, str],
+    strict: bool,
+    on_meta: bool,
+    ignored: Iterable[str],
+) -> None:
+    tensors = named.tensors
+    lines = [
+        f"shape of {name}: {tuple(metadata[key].size)} in the files, {tuple(tensors[name].shape)} in the model"
+        for key, name in keys.items()
+        if metadata[key].size != tensors[name].shape
+    ]
+    there = set(keys.values())
+    missing = [name for name in tensors if name not in there and (strict or (on_meta and name in named.parameters))]
+    lines += [f"missing, only in the model: {name}" for name in missing]
+    if strict:
+        spare = {*named.tensors, *named.aliases}
+        lines += [
+            f"unexpected, only in the files: {key}"
+            for key in metadata
+            if key not in keys and key not in spare and not any(re.search(pattern, key) for pattern in ignored)
+        ]
+    if lines:
+        raise CheckpointError(f"the weights in {str(directory)!r} do not fit the model:\n" + "\n".join(lines))
+
+
+def _ignored(model: nn.Module) -> list[str]:
+    """Patterns of keys that older files have: what the model computes now, or (of transformers) says it does."""
+    computed = [f"^{re.escape(name)}$" for name, _ in model.named_buffers()]
+    return computed + list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
+
+
+def _with_unsaved_buffers(model: nn.Module, loaded: Iterable[str]) -> list[nn.Module]:
+    """Modules with buffers on meta that no file holds."""
+    there = set(loaded)
+    return [
+        module
+        for path, module in model.named_modules()
+        if any(
+            buffer is not None and buffer.is_meta and clean_name(f"{path}.{name}" if path else name) not in there
+            for name, buffer in module._buffers.items()
+        )
+    ]
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module, module: nn.Module, init: Callable[[nn.Module], object] | None) -> None:
+    own = getattr(model, "_init_weights", None)
+    if init is not None:
+        init(module)
+    elif callable(own):
+        own(module)
+    elif callable(reset := getattr(module, "reset_parameters", None)):
+        reset()
+    else:
+        raise UsageError(
+            f"{type(module).__name__} has buffers that no file holds, and no reset_parameters(): pass "
+            f"onecopy.load_pretrained(..., init=callback)."
+        )

@@ -1,0 +1,153 @@
+"""save: a training run's state by name, whatever shards it; `writing.py` makes a checkpoint of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from onecopy.checkpoint.group import Group
+from onecopy.checkpoint.names import Named, check_has_values, name_tensors
+from onecopy.checkpoint.optimizer import take_states
+from onecopy.checkpoint.random import pack, take_generators
+from onecopy.checkpoint.writing import Contents, Saving, write
+from onecopy.errors import SettingsError, UsageError
+from onecopy.sharding.api import engine_of
+from onecopy.sharding.pending import PendingGradient
+from onecopy.sharding.sliced import SlicedTensor
+
+
+def save(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extra: Any = None,
+    rank_extra: Any = None,
+    step: int | None = None,
+    keep: int | None = None,
+    background: bool = False,
+    assets: Iterable[str | Path] = (),
+) -> Saving:
+    """Save a training run between two steps. Every rank calls it; all must see one file system.
+
+    The model may be sharded by onecopy at any stage, plain, in DDP or under fully_shard. Parameters are saved in the
+    master dtype, by name, with their true shapes, once; so are optimizer states and persistent buffers (the first
+    rank's). Each rank's random number generators are saved too. Traffic: plans and results, no tensors.
+
+    Args:
+        directory: of all of this run's checkpoints.
+        scheduler, scaler: anything with `state_dict()`.
+        extra: the first rank's, as `load` returns it: position in the data, and the like. Plain types and tensors.
+        rank_extra: this rank's own, given back at the same number of ranks.
+        step: number of the checkpoint. None: one more than the newest has.
+        keep: delete all but so many of the newest. None keeps all.
+        background: return once this rank's share is copied (bytes: `Saving.copied`) and write it meanwhile. A second
+            save waits for the first one, so there is never more than one copy.
+        assets: small files to keep with the checkpoint for `onecopy export`: a tokenizer's. The config of a model of
+            transformers is kept without being asked for.
+
+    Returns:
+        The save; without ``background`` it has ended well. `Saving.wait()` gives the checkpoint's path.
+
+    Raises:
+        SettingsError: for a setting that cannot work.
+        UsageError: if gradients are waiting for the rest of their step, or a value cannot be saved.
+        CheckpointError: if it could not be saved; earlier checkpoints are untouched.
+    """
+    if keep is not None and keep < 1:
+        raise SettingsError(f"keep must be at least 1, the checkpoint being saved; found {keep}")
+    if step is not None and step < 0:
+        raise SettingsError(f"step must be 0 or more; found {step}")
+    group = Group.current()
+    group.finish_background()
+    named = name_tensors(model)
+    check_has_values(named)
+    contents: Contents = {}
+    job: list[bytes] = []
+    kept = _config_of(model)
+
+    def collect() -> None:
+        _check_between_steps(named)
+        found, rest = _collect(named, optimizer, group.rank)
+        rest |= {"extra": extra, **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o}}
+        of_rank = _packed({"generators": take_generators(), "extra": rank_extra}, "rank_extra")
+        contents.update(found, ranks={str(group.rank): of_rank})
+        job.append(_packed(rest, "extra, or the state of the scheduler or scaler,").numpy().tobytes())
+        if group.rank == 0:
+            kept.update({Path(file).name: Path(file).read_bytes() for file in assets})
+
+    # What one rank cannot save, no rank goes on with.
+    group.together("collecting what to save", collect)
+    return write(
+        Path(directory),
+        contents,
+        {f"model.{alias}": f"model.{name}" for alias, name in named.aliases.items()},
+        job[0],
+        kept,
+        step=step,
+        keep=keep,
+        background=background,
+        saved_by={"parameters": sum(p.numel() for p in named.parameters.values()), **_describe(model, optimizer)},
+    )
+
+
+def _collect(named: Named, optimizer: Optimizer | None, rank: int) -> tuple[Contents, dict[str, Any]]:
+    # Buffers may differ between ranks; the first one's are kept.
+    model: dict[str, Any] = {**named.parameters, **(named.buffers if rank == 0 else {})}
+    contents: Contents = {"model": model}
+    job: dict[str, Any] = {"aliases": dict(named.aliases), "objects": dict(named.objects)}
+    if optimizer is not None:
+        tensors, job["optimizer"] = take_states(optimizer, named)
+        contents["optimizer"] = {"state": tensors}
+    return contents, job
+
+
+def _check_between_steps(named: Named) -> None:
+    for name, parameter in named.parameters.items():
+        if isinstance(parameter.grad, PendingGradient):
+            raise UsageError(
+                f"the gradient of {name!r} waits for the last micro-batch of its step and would be lost: save after "
+                f"optimizer.step()"
+            )
+
+
+def _config_of(model: nn.Module) -> dict[str, bytes]:
+    """The config of a model of transformers."""
+    found = {}
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
+        if callable(to_json):
+            found[name] = str(to_json()).encode()
+    return found
+
+
+def _packed(value: Any, what: str) -> Tensor:
+    try:
+        return pack(value)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"{what} holds a value that a checkpoint does not keep, for loading it could run code: give numbers, "
+            f"strings, tensors, and lists, tuples and dicts of them ({reason})"
+        ) from None
+
+
+def _describe(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """What `onecopy inspect` says about the run that saved."""
+    facts: dict[str, Any] = {
+        "model": type(model).__name__,
+        "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+    }
+    kinds: set[type] = {type(parameter) for parameter in model.parameters()}
+    if SlicedTensor in kinds:
+        engine = engine_of(model)
+        mesh = {"shard": engine.mesh.shard.size, "replicate": engine.mesh.copies}
+        return facts | {"sharded_by": "onecopy", "stage": engine.stage.number} | mesh
+    return facts | {"sharded_by": "fully_shard" if DTensor in kinds else None}

@@ -1,0 +1,134 @@
+"""`onecopy inspect`, `onecopy export` and `onecopy import-deepspeed`: checkpoints from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onecopy.errors import CheckpointError, SettingsError
+
+if TYPE_CHECKING:
+    from onecopy.checkpoint.inspect import Inspected
+
+_SOURCE = typer.Argument(
+    metavar="CHECKPOINT", help="A checkpoint, or a directory of them, of which the newest whole one is taken."
+)
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a directory of them.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Look at the files' sizes alone, not at every byte.")] = False,
+) -> None:
+    """Say what is in a checkpoint, whether it is whole, and who can load it.
+
+    Exit code 0: all that was looked at is whole. 1: something is damaged. 2: there is no checkpoint.
+    """
+    from onecopy.checkpoint.inspect import inspect as look
+
+    with _errors():
+        found = look(directory, check=not quick)
+    if as_json:
+        typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
+    else:
+        for one in found:
+            _print(one, detailed=len(found) == 1, checked="sizes alone" if quick else "every byte")
+    raise typer.Exit(1 if any(one.damage for one in found) else 0)
+
+
+def export(
+    checkpoint: Annotated[Path, _SOURCE],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is new or empty.")],
+    dtype: Annotated[
+        str, typer.Option(metavar="saved|fp32|bf16|fp16", help="Of the weights; 'saved' keeps the master weights'.")
+    ] = "saved",
+    file_size: Annotated[float, typer.Option(metavar="GB", help="At most so many GB (1e9 bytes) in a file.")] = 5.0,
+    asset: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A file to put beside the weights: config.json, a tokenizer's. Repeats."),
+    ] = None,
+) -> None:
+    """Write a checkpoint's weights as Hugging Face safetensors, with the config and tokenizer saved with it."""
+    from onecopy.checkpoint.export import DTYPES, export
+
+    with _errors():
+        if dtype not in DTYPES:
+            raise SettingsError(f"--dtype must be one of {', '.join(DTYPES)}; found {dtype!r}")
+        if file_size <= 0:
+            raise SettingsError(f"--file-size must be above 0; found {file_size}")
+        done = export(checkpoint, out, dtype=DTYPES[dtype], file_bytes=int(file_size * 1e9), assets=asset or ())
+    typer.echo(f"{done.source}, step {done.step}: {done.parameters:,} elements")
+    for name, size in done.files.items():
+        typer.echo(f"{out / name}  {_size(size)}")
+    if "config.json" not in done.files:
+        typer.echo("no config.json was saved with the checkpoint; transformers needs one: --asset PATH/config.json")
+
+
+def import_deepspeed(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="What DeepSpeed's save_checkpoint wrote: the directory with `latest`, or one tag."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory of onecopy checkpoints, which may be new.")],
+) -> None:
+    """Turn a ZeRO checkpoint of DeepSpeed (stage 1, 2 or 3) into one of onecopy: weights and optimizer states."""
+    from onecopy.checkpoint.deepspeed import import_deepspeed as convert
+
+    with _errors():
+        done = convert(directory, out)
+    typer.echo(f"{done.path}: step {done.step}, stage {done.stage} of {done.ranks} ranks, {done.parameters:,} elements")
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except (SettingsError, CheckpointError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _print(one: Inspected, *, detailed: bool, checked: str) -> None:
+    state = f"whole ({checked} checked)" if one.damage is None else f"DAMAGED: {one.damage}"
+    typer.echo(f"{one.path}{'  (latest)' if one.latest else ''}")
+    typer.echo(f"  {state}")
+    if one.damage is not None:
+        return
+    assert one.nbytes is not None
+    assert one.saved_by is not None
+    typer.echo(f"  step {one.step}, {_size(one.nbytes)} in {len(one.files or {})} files")
+    if not detailed:
+        return
+    by = ", ".join(f"{name} {value}" for name, value in one.saved_by.items() if value is not None)
+    typer.echo(f"  saved by {one.ranks} rank{'s' * (one.ranks != 1)}: {by}")
+    for name, section in (one.sections or {}).items():
+        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in section.dtypes.items())
+        typer.echo(f"  {name}: {section.tensors} tensors, {_size(section.nbytes)} ({dtypes or 'none'})")
+    for alias, name in (one.tied or {}).items():
+        typer.echo(f"  tied: {alias} is {name}")
+    for number, group in enumerate(one.groups or []):
+        typer.echo(f"  group {number}: {_words(group)}")
+    if one.parts:
+        typer.echo(f"  also: {', '.join(one.parts)}")
+    for line in one.loads_in or []:
+        typer.echo(f"  loads in {line}")
+
+
+def _words(group: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in group.items())
+
+
+def _size(count: float) -> str:
+    """Bytes for people, with powers of ten."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:,.4g} {unit}"
+        count /= 1000
+    return f"{count:,.4g} GB"
