@@ -1,0 +1,282 @@
+"""Step: what the engine holds at each moment of a step, unit by unit, as its schedule does it.
+
+The paper's formulas (`memory.py`) say what is held between steps; this file adds what comes and goes: the gathered
+window and what is prefetched, gradients on their way, the temporaries of the update. It follows `sharding/` closely:
+
+    forward    the root and the unit that computes are whole, and ``prefetch`` more; stages 0 to 2 keep what was gathered
+    backward   the same, backwards; one unit's gradients arrive while those of the two before are being sent
+    step       slices alone (stage 3), the optimizer's states, its temporaries
+
+Bytes are those of tensors, by the meter's categories and three more (`CATEGORIES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from onecopy.planner.buffers import optimizer_temporary_bytes, staging_bytes
+from onecopy.sharding.layout import ALIGNMENT, Layout
+from onecopy.stage import Stage
+
+Phase = Literal["load", "forward", "backward", "step", "save"]
+Sizes = dict[str, float]
+
+CATEGORIES: Final = (
+    "parameters_sliced",
+    "parameters_gathered",
+    "gradients_whole",
+    "gradients_sliced",
+    "optimizer",
+    "activations",
+    "communication",
+    "logits",
+    "optimizer_temporaries",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A scope gathered as one.
+
+    Attributes:
+        name: "" is the root, whose forward contains all others.
+        numels: elements of each parameter.
+        activations: bytes that its forward keeps for backward, of one micro-batch.
+        working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
+        logits: bytes of logits around the loss, likewise kept.
+    """
+
+    name: str
+    numels: tuple[int, ...]
+    activations: float = 0.0
+    working: float = 0.0
+    logits: float = 0.0
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.numels)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element, as `onecopy.Precision` names them."""
+
+    compute: int = 2
+    reduce: int = 2
+    accumulate: int = 4
+    master: int = 4
+
+    @staticmethod
+    def of(precision: str) -> Widths:
+        """Those of "bf16", "fp16" or "fp32"."""
+        return Widths(4, 4) if precision == "fp32" else Widths()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What of the engine's settings decides over memory.
+
+    Attributes:
+        stage: 0 to 3.
+        shard: N, ranks over which slices lie; the engine takes 1 at stage 0.
+        replicate: copies of each slice.
+        micro_batches: g.
+        prefetch: units gathered ahead.
+        widths: bytes of elements.
+        optimizer_tensors: states of a parameter's shape in the master dtype; 2 for Adam.
+        implementation: of the optimizer: "foreach", "fused" or "for-loop".
+        native: the backend has a reduce-scatter of its own (NCCL); gloo's transport stages what peers send instead.
+    """
+
+    stage: int
+    shard: int
+    replicate: int = 1
+    micro_batches: int = 1
+    prefetch: int = 1
+    widths: Widths = Widths()
+    optimizer_tensors: int = 2
+    implementation: str = "foreach"
+    native: bool = True
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices a bucket is cut."""
+        return self.shard if Stage.of(self.stage).shards_optimizer else 1
+
+    @property
+    def copies(self) -> int:
+        return self.replicate if Stage.of(self.stage).shards_optimizer else self.shard * self.replicate
+
+
+def layout(unit: Unit, plan: Schedule) -> Layout:
+    """How the unit's parameters lie; with N slices, each a multiple of 8 elements for every copy."""
+    return Layout(unit.numels, plan.slices, ALIGNMENT * plan.copies)
+
+
+def step_bytes(units: Sequence[Unit], plan: Schedule) -> dict[Phase, Sizes]:
+    """For forward, backward and step the categories in bytes on the first rank at the highest moment.
+
+    Args:
+        units: in the order of forward, the root first; units without parameters count too.
+
+    Raises:
+        SettingsError: if there is no such stage.
+    """
+    highest: dict[Phase, Sizes] = {}
+    for phase, sizes in _moments([unit for unit in units if unit.numels], plan):
+        if phase not in highest or sum(sizes.values()) > sum(highest[phase].values()):
+            highest[phase] = sizes
+    return highest
+
+
+def held_between_steps(units: Sequence[Unit], plan: Schedule) -> Sizes:
+    """Bytes by category when the optimizer has just stepped and gradients are still there."""
+    moments = [sizes for phase, sizes in _moments([u for u in units if u.numels], plan) if phase == "step"]
+    return {**moments[-1], "optimizer_temporaries": 0.0}
+
+
+class _Held:
+    """Closed sums over units, and the moving parts."""
+
+    def __init__(self, units: Sequence[Unit], plan: Schedule) -> None:
+        self.units = units
+        self.plan = plan
+        self.kind = Stage.of(plan.stage)
+        self.layouts = [layout(unit, plan) for unit in units]
+        self.padded = [one.padded_numel for one in self.layouts]
+        self.slices = [one.slice_numel for one in self.layouts]
+        self.own = [sum(part.numel for part in one.segments(0)) for one in self.layouts]
+        self.aliased = plan.slices == 1 and plan.widths.compute == plan.widths.master
+        self.wire = plan.widths.reduce if plan.slices * plan.copies > 1 else plan.widths.accumulate
+
+    def sizes(self, **moving: float) -> Sizes:
+        widths, plan = self.plan.widths, self.plan
+        states = plan.optimizer_tensors * widths.master * sum(self.own) if plan.optimizer_tensors else 0.0
+        counters = 4.0 * sum(len(unit.numels) for unit in self.units) if plan.optimizer_tensors else 0.0
+        base: Sizes = dict.fromkeys(CATEGORIES, 0.0)
+        base["parameters_sliced"] = float(widths.master * sum(self.slices))
+        base["optimizer"] = states + counters
+        if not plan.native and plan.slices * plan.copies > 1:
+            ranks = plan.slices if plan.slices > 1 else plan.copies
+            base["communication"] = staging_bytes(max(self.padded), ranks, self.wire)
+        return base | moving
+
+    def gathered(self, present: Sequence[int]) -> float:
+        """Bytes of whole parameters while the units ``present`` are needed."""
+        if self.aliased:
+            return 0.0
+        numel = sum(self.padded[i] for i in set(present)) if self.kind.shards_parameters else sum(self.padded)
+        return float(self.plan.widths.compute * numel)
+
+
+def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Sizes]]:
+    held = _Held(units, plan)
+    root = [i for i, unit in enumerate(units) if unit.name == ""]
+    inner = [i for i, unit in enumerate(units) if unit.name != ""]
+    order = inner or root
+    yield from _forward(held, root, order)
+    yield from _backward(held, root, order)
+    widths = plan.widths
+    temporaries = optimizer_temporary_bytes(sum(held.own), plan.implementation, master_bytes=widths.master)
+    yield (
+        "step",
+        held.sizes(
+            parameters_gathered=held.gathered(()),
+            gradients_sliced=float(widths.master * sum(held.own)),
+            optimizer_temporaries=temporaries,
+        ),
+    )
+
+
+def _carried(held: _Held) -> tuple[float, float]:
+    """Gradients of earlier micro-batches in a forward or backward: whole, and as slices."""
+    plan = held.plan
+    if plan.micro_batches == 1:
+        return 0.0, 0.0
+    if held.kind.shards_gradients:
+        return 0.0, float(plan.widths.master * sum(held.own))
+    return float(plan.widths.accumulate * sum(held.padded)), 0.0
+
+
+def _forward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[Phase, Sizes]]:
+    ahead = 1 + held.plan.prefetch
+    whole, sliced = _carried(held)
+    kept = sum(held.units[i].activations for i in root if i not in order)
+    logits = 0.0
+    for position, i in enumerate(order):
+        kept += held.units[i].activations
+        logits += held.units[i].logits
+        yield (
+            "forward",
+            held.sizes(
+                parameters_gathered=held.gathered([*root, *order[position : position + ahead]]),
+                activations=kept + held.units[i].working,
+                logits=logits,
+                gradients_whole=whole,
+                gradients_sliced=sliced,
+            ),
+        )
+
+
+def _backward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[Phase, Sizes]]:
+    """Unit by unit: its gradients arrive; then they lie in the buffer that is sent, beside the one before."""
+    units, widths = held.units, held.plan.widths
+    ahead = 1 + held.plan.prefetch
+    whole, sliced = _carried(held)
+    kept = sum(unit.activations for unit in units)
+    logits = sum(unit.logits for unit in units)
+    backwards = order[::-1]
+    finishing = backwards + [i for i in root if i not in order]
+    outgoing: list[int] = []
+    for position, i in enumerate(finishing):
+        is_root = i in root and i not in order
+        present = [*root, *(() if is_root else backwards[position : position + ahead])]
+        after = [*root, *(() if is_root else backwards[position + 1 : position + ahead])]
+        arrived = float(widths.compute * units[i].parameters)
+        sent = held.wire * sum(held.padded[k] for k in outgoing[-2:])
+        common = {"activations": kept + units[i].working, "logits": logits}
+        yield (
+            "backward",
+            held.sizes(
+                parameters_gathered=held.gathered(present),
+                gradients_whole=whole + arrived + sent,
+                gradients_sliced=sliced,
+                **common,
+            ),
+        )
+        kept -= units[i].activations
+        logits -= units[i].logits
+        if len(outgoing) > 1:
+            sliced = _reduced(held, outgoing[-2], sliced)
+        own_sent = held.wire * held.padded[i]
+        if whole:
+            # What micro-batches kept is turned into what is sent.
+            whole -= widths.accumulate * held.padded[i]
+        sent = held.wire * sum(held.padded[k] for k in outgoing[-1:])
+        outgoing.append(i)
+        yield (
+            "backward",
+            held.sizes(
+                parameters_gathered=held.gathered(after),
+                gradients_whole=whole + arrived + own_sent + sent,
+                gradients_sliced=sliced,
+                activations=kept,
+                logits=logits,
+            ),
+        )
+    for i in outgoing[-2:]:
+        sliced = _reduced(held, i, sliced)
+    yield (
+        "backward",
+        held.sizes(parameters_gathered=held.gathered(root), gradients_sliced=sliced, gradients_whole=0.0),
+    )
+
+
+def _reduced(held: _Held, i: int, sliced: float) -> float:
+    """Slices in `p.grad` once unit ``i`` is reduced; the first micro-batch's make the memory, later ones add to it."""
+    if held.kind.shards_gradients and held.plan.micro_batches > 1:
+        return sliced
+    return sliced + held.plan.widths.accumulate * held.slices[i]
