@@ -46,7 +46,7 @@ class Unit:
         numels: elements of each parameter.
         activations: bytes that its forward keeps for backward, of one micro-batch.
         working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
-        logits: bytes of logits around the loss, likewise kept.
+        logits: of the root, bytes kept after its last inner unit: the head's and the loss's, gone first in backward.
     """
 
     name: str
@@ -205,20 +205,14 @@ def _forward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[P
     ahead = 1 + held.plan.prefetch
     whole, sliced = _carried(held)
     kept = sum(held.units[i].activations for i in root if i not in order)
-    logits = 0.0
+    common = {"gradients_whole": whole, "gradients_sliced": sliced}
     for position, i in enumerate(order):
         kept += held.units[i].activations
-        logits += held.units[i].logits
-        yield (
-            "forward",
-            held.sizes(
-                parameters_gathered=held.gathered([*root, *order[position : position + ahead]]),
-                activations=kept + held.units[i].working,
-                logits=logits,
-                gradients_whole=whole,
-                gradients_sliced=sliced,
-            ),
-        )
+        gathered = held.gathered([*root, *order[position : position + ahead]])
+        active = kept + held.units[i].working
+        yield "forward", held.sizes(parameters_gathered=gathered, activations=active, **common)
+    logits = sum(unit.logits for unit in held.units)
+    yield "forward", held.sizes(parameters_gathered=held.gathered(root), activations=kept, logits=logits, **common)
 
 
 def _backward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[Phase, Sizes]]:
@@ -227,8 +221,17 @@ def _backward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[
     ahead = 1 + held.plan.prefetch
     whole, sliced = _carried(held)
     kept = sum(unit.activations for unit in units)
-    logits = sum(unit.logits for unit in units)
     backwards = order[::-1]
+    yield (
+        "backward",
+        held.sizes(
+            parameters_gathered=held.gathered([*root, *backwards[: held.plan.prefetch]]),
+            gradients_whole=whole,
+            gradients_sliced=sliced,
+            activations=kept,
+            logits=sum(unit.logits for unit in units),
+        ),
+    )
     finishing = backwards + [i for i in root if i not in order]
     outgoing: list[int] = []
     for position, i in enumerate(finishing):
@@ -237,18 +240,16 @@ def _backward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[
         after = [*root, *(() if is_root else backwards[position + 1 : position + ahead])]
         arrived = float(widths.compute * units[i].parameters)
         sent = held.wire * sum(held.padded[k] for k in outgoing[-2:])
-        common = {"activations": kept + units[i].working, "logits": logits}
         yield (
             "backward",
             held.sizes(
                 parameters_gathered=held.gathered(present),
                 gradients_whole=whole + arrived + sent,
                 gradients_sliced=sliced,
-                **common,
+                activations=kept + units[i].working,
             ),
         )
         kept -= units[i].activations
-        logits -= units[i].logits
         if len(outgoing) > 1:
             sliced = _reduced(held, outgoing[-2], sliced)
         own_sent = held.wire * held.padded[i]
@@ -264,7 +265,6 @@ def _backward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[
                 gradients_whole=whole + arrived + own_sent + sent,
                 gradients_sliced=sliced,
                 activations=kept,
-                logits=logits,
             ),
         )
     for i in outgoing[-2:]:
