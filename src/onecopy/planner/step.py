@@ -151,24 +151,31 @@ class _Held:
         self.own = [sum(part.numel for part in one.segments(0)) for one in self.layouts]
         self.aliased = plan.slices == 1 and plan.widths.compute == plan.widths.master
         self.wire = plan.widths.reduce if plan.slices * plan.copies > 1 else plan.widths.accumulate
+        self.total = sum(self.padded)
+        self.total_own = sum(self.own)
+        self._base = self._constant()
 
-    def sizes(self, **moving: float) -> Sizes:
+    def _constant(self) -> Sizes:
         widths, plan = self.plan.widths, self.plan
-        states = plan.optimizer_tensors * widths.master * sum(self.own) if plan.optimizer_tensors else 0.0
-        counters = 4.0 * sum(len(unit.numels) for unit in self.units) if plan.optimizer_tensors else 0.0
         base: Sizes = dict.fromkeys(CATEGORIES, 0.0)
         base["parameters_sliced"] = float(widths.master * sum(self.slices))
-        base["optimizer"] = states + counters
+        if plan.optimizer_tensors:
+            counters = 4.0 * sum(len(unit.numels) for unit in self.units)
+            base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
         if not plan.native and plan.slices * plan.copies > 1:
             ranks = plan.slices if plan.slices > 1 else plan.copies
             base["communication"] = staging_bytes(max(self.padded), ranks, self.wire)
-        return base | moving
+        return base
+
+    def sizes(self, **moving: float) -> Sizes:
+        """All categories; those not given stay as they are all the time."""
+        return self._base | moving
 
     def gathered(self, present: Sequence[int]) -> float:
         """Bytes of whole parameters while the units ``present`` are needed."""
         if self.aliased:
             return 0.0
-        numel = sum(self.padded[i] for i in set(present)) if self.kind.shards_parameters else sum(self.padded)
+        numel = sum(self.padded[i] for i in set(present)) if self.kind.shards_parameters else self.total
         return float(self.plan.widths.compute * numel)
 
 
@@ -180,12 +187,12 @@ def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Siz
     yield from _forward(held, root, order)
     yield from _backward(held, root, order)
     widths = plan.widths
-    temporaries = optimizer_temporary_bytes(sum(held.own), plan.implementation, master_bytes=widths.master)
+    temporaries = optimizer_temporary_bytes(held.total_own, plan.implementation, master_bytes=widths.master)
     yield (
         "step",
         held.sizes(
             parameters_gathered=held.gathered(()),
-            gradients_sliced=float(widths.master * sum(held.own)),
+            gradients_sliced=float(widths.master * held.total_own),
             optimizer_temporaries=temporaries,
         ),
     )
@@ -197,8 +204,8 @@ def _carried(held: _Held) -> tuple[float, float]:
     if plan.micro_batches == 1:
         return 0.0, 0.0
     if held.kind.shards_gradients:
-        return 0.0, float(plan.widths.master * sum(held.own))
-    return float(plan.widths.accumulate * sum(held.padded)), 0.0
+        return 0.0, float(plan.widths.master * held.total_own)
+    return float(plan.widths.accumulate * held.total), 0.0
 
 
 def _forward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[Phase, Sizes]]:
