@@ -114,9 +114,7 @@ def predicted_speed(run: Run, constants: TimeConstants) -> float:
     """Tokens a second and GPU by the planner's formulas."""
     sizes, gpu = MODELS[run.model], GPUS["h100"]
     tokens = run.micro_batch * run.micro_batches * SEQUENCE
-    operations = step_flops(
-        sizes.parameters, tokens, layers=sizes.layers, hidden=sizes.hidden, sequence=SEQUENCE
-    )
+    operations = step_flops(sizes.parameters, tokens, layers=sizes.layers, hidden=sizes.hidden, sequence=SEQUENCE)
     machine = Machine(
         run.data,
         gpu,
@@ -183,7 +181,9 @@ def errors(runs: Sequence[Run], predict: Callable[[Run], float], truth: Callable
 def describe(found: Sequence[float]) -> str:
     """Median, 90th percentile and largest, of how many."""
     ninety = found[min(len(found) - 1, math.ceil(0.9 * len(found)) - 1)]
-    return f"median {statistics.median(found):6.1%}   p90 {ninety:6.1%}   largest {found[-1]:6.1%}   of {len(found)} runs"
+    return (
+        f"median {statistics.median(found):6.1%}   p90 {ninety:6.1%}   largest {found[-1]:6.1%}   of {len(found)} runs"
+    )
 
 
 def main() -> None:
@@ -217,7 +217,9 @@ def main() -> None:
         return predicted_speed(run, constants)
 
     print(f"  error on the others   {describe(errors(held, speed, lambda run: run.speed))}")
-    print(f"  {'model':<7}{'stage':<7}{'DP':>5}{'b x g':>9}{'measured':>11}{'predicted':>11}  tokens/s/GPU of runs not fitted")
+    print(
+        f"  {'model':<7}{'stage':<7}{'DP':>5}{'b x g':>9}{'measured':>11}{'predicted':>11}  tokens/s/GPU of runs not fitted"
+    )
     for run in held:
         shape = f"{run.micro_batch} x {run.micro_batches}"
         print(f"  {run.model:<7}{run.stage:<7}{run.data:>5}{shape:>9}{run.speed:>11,.0f}{speed(run):>11,.0f}")

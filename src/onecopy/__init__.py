@@ -11,6 +11,7 @@ from onecopy.stage import Stage
 
 if TYPE_CHECKING:
     from onecopy.comm.ledger import Entry, Ledger, Traffic
+    from onecopy.integrations.deepspeed import from_deepspeed
     from onecopy.sharding.api import ledger, meter, padded_numel, shard
     from onecopy.sharding.precision import Precision
     from onecopy.sharding.profile import Profile, profile
@@ -27,6 +28,7 @@ __all__ = [
     "SlicedTensor",
     "Stage",
     "Traffic",
+    "from_deepspeed",
     "gathered",
     "ledger",
     "materialize",
@@ -38,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
+    "onecopy.integrations.deepspeed": ("from_deepspeed",),
     "onecopy.sharding.api": ("ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.precision": ("Precision",),
     "onecopy.sharding.profile": ("Profile", "profile"),

@@ -13,6 +13,7 @@ def main() -> None:
     try:
         import typer
 
+        from onecopy.cli.plan import plan
         from onecopy.cli.report import report
         from onecopy.cli.train import short_names, train
         from onecopy.errors import SettingsError
@@ -28,6 +29,7 @@ def main() -> None:
         add_completion=False,
     )
     app.command("train")(train)
+    app.command("plan")(plan)
     app.command("report")(report)
     arguments = sys.argv[1:]
     try:

@@ -92,9 +92,7 @@ def options(job: Job, machine: Machine, wishes: Wishes) -> Iterator[Option]:
             for checkpointing in kinds:
                 for offload in offloads:
                     for shard in shards:
-                        yield Option(
-                            stage, micro_batch, accumulate, checkpointing, offload, shard, ranks // shard
-                        )
+                        yield Option(stage, micro_batch, accumulate, checkpointing, offload, shard, ranks // shard)
 
 
 def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
@@ -168,7 +166,7 @@ def _choose(ready: Sequence[Estimate], preset: Preset, machine: Machine) -> Esti
 
 def _reason(best: Estimate, found: Sequence[Estimate], runner_up: Estimate | None, count: int) -> str:
     first = (
-        f"{best.option.words().capitalize()} is the pick of {count} options that fit: "
+        f"S{best.option.words()[1:]} is the pick of {count} options that fit: "
         f"{best.tokens_per_second:,.0f} tokens/s at {describe_peak(best)}, limited by {best.limited_by}."
     )
     below = [e for e in found if e.option.stage == best.option.stage - 1 and e.available]
@@ -205,10 +203,11 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
 
     def attempt(words: str, job: Job, machine: Machine, wishes: Wishes) -> bool:
         try:
-            all_found = [estimate(job, machine, option) for option in options(job, machine, wishes)]
+            ready = [option for option in options(job, machine, wishes) if not option.missing]
         except SettingsError:
             return False
-        fitting = [e for e in all_found if e.available and e.fits and e.peak <= room]
+        tried = (estimate(job, machine, option) for option in ready)
+        fitting = [e for e in tried if e.fits and e.peak <= room]
         if fitting:
             best = max(fitting, key=lambda e: e.tokens_per_second)
             remedies.append(Remedy(f"{words}: {best.option.words()}", best, available=True))
@@ -221,8 +220,10 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
     if wishes.micro_batch is not None and wishes.micro_batch > 1:
         attempt("a smaller micro-batch", job, machine, replace(wishes, micro_batch=1))
     for shorter in (job.sequence // 2, job.sequence // 4):
-        if job.shape.transformer and shorter and attempt(
-            f"sequences of {shorter} tokens", replace(job, sequence=shorter), machine, wishes
+        if (
+            job.shape.transformer
+            and shorter
+            and attempt(f"sequences of {shorter} tokens", replace(job, sequence=shorter), machine, wishes)
         ):
             break
     for times in (2, 4, 8, 16, 32, 64):

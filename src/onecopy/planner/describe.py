@@ -123,7 +123,7 @@ def from_factory(path: str, *, sequence: int | None = None) -> Shape:
     Raises:
         SettingsError: if the path leads nowhere, or the factory does not make a module.
     """
-    build, module = _import_factory(path)
+    build, module = import_factory(path)
     example = getattr(module, "example_inputs", None)
 
     def batch() -> Any:
@@ -134,7 +134,12 @@ def from_factory(path: str, *, sequence: int | None = None) -> Shape:
     return Shape(f"{path}, {count(total)} parameters", tuple(units))
 
 
-def _import_factory(path: str) -> tuple[Callable[[], Any], Any]:
+def import_factory(path: str) -> tuple[Callable[[], Any], Any]:
+    """What ``package.module:factory`` names, and its module.
+
+    Raises:
+        SettingsError: if it leads nowhere.
+    """
     name, _, attribute = path.partition(":")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -162,4 +167,3 @@ def _units_of(build: Callable[[], Any], batch: Callable[[], Any] | None) -> list
 
     with redirect_stdout(sys.stderr):
         return describe_units(checked, batch)
-

@@ -286,9 +286,7 @@ def _seconds(
     return found._replace(update=update, transfer=transfer), sent
 
 
-def _update_seconds(
-    job: Job, machine: Machine, option: Option, own: float, compute: float
-) -> tuple[float, float]:
+def _update_seconds(job: Job, machine: Machine, option: Option, own: float, compute: float) -> tuple[float, float]:
     """Seconds of the optimizer's step, and of transfers that do not hide."""
     widths = job.widths
     if option.offload == "none":

@@ -11,10 +11,17 @@ from math import comb, sqrt
 from onecopy.stage import Stage
 
 
-def unique_bytes(stage: int, parameters: float, shard: int, *, optimizer_bytes: float = 12) -> float:
-    """Bytes that exist on one rank alone: none at stage 0, KΨ/N at stages 1 and 2, (K+2)Ψ/N at stage 3."""
+def unique_bytes(
+    stage: int, parameters: float, shard: int, *, optimizer_bytes: float = 12, from_master: bool = False
+) -> float:
+    """Bytes that exist on one rank alone: none at stage 0, KΨ/N at stages 1 and 2, (K+2)Ψ/N at stage 3.
+
+    Args:
+        from_master: 16-bit parameters are cast from the fp32 master, as onecopy does: KΨ/N at stage 3 too.
+    """
     kind = Stage.of(stage)
-    each = (optimizer_bytes if kind.shards_optimizer else 0) + (2 if kind.shards_parameters else 0)
+    own = kind.shards_parameters and not from_master
+    each = (optimizer_bytes if kind.shards_optimizer else 0) + (2 if own else 0)
     return each * parameters / shard
 
 
@@ -51,9 +58,7 @@ def best_interval(failures: float, duration: float, save_seconds: float) -> floa
     return sqrt(2 * duration * save_seconds / failures)
 
 
-def lost_seconds(
-    failures: float, duration: float, *, restart: float, interval: float, save_seconds: float
-) -> float:
+def lost_seconds(failures: float, duration: float, *, restart: float, interval: float, save_seconds: float) -> float:
     """Seconds that failures cost with checkpoints every ``interval``: m(s0 + t/2) + (d/t)k0 (FlashRecovery)."""
     return failures * (restart + interval / 2) + duration / interval * save_seconds
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 from onecopy.planner.buffers import optimizer_temporary_bytes, staging_bytes
@@ -113,7 +114,17 @@ class Schedule:
 
 def layout(unit: Unit, plan: Schedule) -> Layout:
     """How the unit's parameters lie; with N slices, each a multiple of 8 elements for every copy."""
-    return Layout(unit.numels, plan.slices, ALIGNMENT * plan.copies)
+    return _layout(unit.numels, plan.slices, ALIGNMENT * plan.copies)
+
+
+# Blocks are alike: one layout serves them all, over all options of a search.
+_layout = lru_cache(maxsize=4096)(Layout)
+
+
+@lru_cache(maxsize=4096)
+def _own_numel(numels: tuple[int, ...], slices: int, multiple: int) -> int:
+    """Elements of parameters, without padding, in the first rank's slice."""
+    return sum(part.numel for part in _layout(numels, slices, multiple).segments(0))
 
 
 def step_bytes(units: Sequence[Unit], plan: Schedule) -> dict[Phase, Sizes]:
@@ -148,7 +159,7 @@ class _Held:
         self.layouts = [layout(unit, plan) for unit in units]
         self.padded = [one.padded_numel for one in self.layouts]
         self.slices = [one.slice_numel for one in self.layouts]
-        self.own = [sum(part.numel for part in one.segments(0)) for one in self.layouts]
+        self.own = [_own_numel(one.numels, one.num_slices, one.multiple) for one in self.layouts]
         self.aliased = plan.slices == 1 and plan.widths.compute == plan.widths.master
         self.wire = plan.widths.reduce if plan.slices * plan.copies > 1 else plan.widths.accumulate
         self.total = sum(self.padded)

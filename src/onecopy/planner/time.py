@@ -125,9 +125,7 @@ def overlap(
     if kind.shards_parameters:
         in_forward = max(0.0, gather - hidden_share * forward)
         in_backward = max(0.0, gather + reduce - hidden_share * backward)
-        return StepSeconds(
-            compute, micro_batches * (2 * gather + reduce), micro_batches * (in_forward + in_backward)
-        )
+        return StepSeconds(compute, micro_batches * (2 * gather + reduce), micro_batches * (in_forward + in_backward))
     exposed = max(0.0, gather - hidden_share * forward) + reduces * max(0.0, reduce - hidden_share * backward)
     return StepSeconds(compute, gather + reduces * reduce, exposed)
 
