@@ -24,7 +24,7 @@ import numpy
 from onecopy.planner.calibrated import utilisation
 from onecopy.planner.machine import GPUS, Machine
 from onecopy.planner.memory import model_state_bytes
-from onecopy.planner.time import Link, overlap, step_flops
+from onecopy.planner.time import overlap, step_flops
 
 RUNS = Path(__file__).parent / "data" / "playbook_runs.csv"
 SEQUENCE = 4096
@@ -123,9 +123,9 @@ def predicted_speed(run: Run, constants: TimeConstants) -> float:
         link_efficiency=constants.efficiency,
         crowding=constants.crowding,
     )
-    # What nanotron sends is not documented; the ratio of the two stages' losses says an all-reduce of bf16 gradients at
-    # both, and a gather on top at stage 1 (3Ψ, as other systems' stage 1). To `overlap` stage 1's is a reduce-scatter of
-    # twice the bytes.
+    # What nanotron sends is not documented. The ratio of the two stages' losses says an all-reduce of bf16 gradients at
+    # both, and a gather on top at stage 1 (3Ψ, as other systems' stage 1). To `overlap` stage 1's all-reduce is a
+    # reduce-scatter of twice the bytes.
     layer = 2 * sizes.parameters / sizes.layers
     buckets = [(layer, layer * (2 if run.stage else 1))] * sizes.layers
     found = overlap(
@@ -217,9 +217,7 @@ def main() -> None:
         return predicted_speed(run, constants)
 
     print(f"  error on the others   {describe(errors(held, speed, lambda run: run.speed))}")
-    print(
-        f"  {'model':<7}{'stage':<7}{'DP':>5}{'b x g':>9}{'measured':>11}{'predicted':>11}  tokens/s/GPU of runs not fitted"
-    )
+    print(f"  {'model':<7}{'stage':<7}{'DP':>5}{'b x g':>9}{'measured':>11}{'predicted':>11}  tokens/s/GPU, not fitted")
     for run in held:
         shape = f"{run.micro_batch} x {run.micro_batches}"
         print(f"  {run.model:<7}{run.stage:<7}{run.data:>5}{shape:>9}{run.speed:>11,.0f}{speed(run):>11,.0f}")

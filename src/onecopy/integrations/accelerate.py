@@ -131,9 +131,8 @@ _RULES: Final[dict[str, Rule]] = {
     "fsdp_config.fsdp_state_dict_type": _SAVING,
     "mixed_precision": _mixed,
     "gradient_accumulation_steps": _accumulate,
-    **{
-        name: _LAUNCHER
-        for name in (
+    **dict.fromkeys(
+        (
             "compute_environment",
             "debug",
             "distributed_type",
@@ -152,6 +151,7 @@ _RULES: Final[dict[str, Rule]] = {
             "tpu_use_sudo",
             "use_cpu",
             "gpu_ids",
-        )
-    },
+        ),
+        _LAUNCHER,
+    ),
 }

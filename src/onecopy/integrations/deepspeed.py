@@ -48,7 +48,7 @@ def from_deepspeed(config: str | Path | Mapping[str, Any], model: Any = None) ->
 
 
 def hidden_size(model: Any) -> int | None:
-    """The hidden size by which Hugging Face resolves "auto": of the config, or of its text model; the largest of many."""
+    """The hidden size by which Hugging Face resolves "auto": the config's or its text model's; the largest of many."""
     config = getattr(model, "config", model)
     for holder in (config, getattr(config, "text_config", None)):
         if isinstance(size := getattr(holder, "hidden_size", None), int):
@@ -215,9 +215,8 @@ _RULES: Final[dict[str, Rule]] = {
     "communication_data_type": "gradients travel in the compute dtype; onecopy.Precision(reduce=) changes it",
     "data_types.grad_accum_dtype": "gradients are summed in fp32; onecopy.Precision(accumulate=) changes it",
     "aio": "nothing is read from or written to NVMe",
-    **{
-        name: "a tool of DeepSpeed's own"
-        for name in (
+    **dict.fromkeys(
+        (
             "steps_per_print",
             "wall_clock_breakdown",
             "dump_state",
@@ -233,6 +232,7 @@ _RULES: Final[dict[str, Rule]] = {
             "data_efficiency",
             "curriculum_learning",
             "compression_training",
-        )
-    },
+        ),
+        "a tool of DeepSpeed's own",
+    ),
 }

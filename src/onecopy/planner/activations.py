@@ -1,7 +1,8 @@
 """Activations: bytes that forward keeps for backward, by ZeRO §6.1 and Korthikanti et al. (MLSys 2023).
 
-b samples in a micro-batch, s tokens in a sequence, h hidden, L layers, a heads, t tensor-parallel degree, M model-parallel
-degree. What a linear layer keeps grows with b·s·h; attention without a fused kernel adds the a·s² scores.
+b samples in a micro-batch, s tokens in a sequence, h hidden, L layers, a heads, t tensor-parallel degree, M
+model-parallel degree. What a linear layer keeps grows with b·s·h; attention without a fused kernel adds the
+a·s² scores.
 """
 
 from __future__ import annotations

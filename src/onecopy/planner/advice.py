@@ -106,7 +106,14 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     room = (1 - MARGINS[wishes.preset]) * machine.gpu.memory
     fitting = [e for e in found if e.fits and e.peak <= room]
     ready = [e for e in fitting if e.available]
-    found.sort(key=lambda e: (not (e.fits and e.peak <= room), not e.available, -e.tokens_per_second, e.peak))
+    found.sort(
+        key=lambda e: (
+            not (e.fits and e.peak <= room),
+            not e.available,
+            -e.tokens_per_second if e.fits and e.peak <= room else 0.0,
+            e.peak,
+        )
+    )
     if not ready:
         return Advice(found, None, _why_nothing(found, room), None, _remedies(job, machine, wishes, found), None)
     best = _choose(ready, wishes.preset, machine)
@@ -153,7 +160,7 @@ def _kind(found: Estimate) -> tuple[object, ...]:
 
 
 def _choose(ready: Sequence[Estimate], preset: Preset, machine: Machine) -> Estimate:
-    """The fastest; of those as fast, the one that sends least ("fast") or holds least ("safe"). "frugal": memory first."""
+    """The fastest; of those as fast, what sends least ("fast") or holds least ("safe"). "frugal": memory first."""
     step = 0.02 * machine.gpu.memory
     if preset == "frugal":
         return min(ready, key=lambda e: (e.peak // step, -e.tokens_per_second))

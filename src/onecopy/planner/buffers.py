@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Final
 
 CUDA_CONTEXT_BYTES: Final = 600e6
-"""What driver, kernels and the communication library take of a GPU before any tensor. An assumption: none was measured."""
+"""What driver, kernels and the communication library take of a GPU before any tensor. An assumption, not measured."""
 
 ALLOCATOR_SLACK: Final = 0.06
-"""Share of live bytes that a caching allocator holds beyond them: rounding and fragments. An assumption, on the careful
-side of ZeRO Table 2, where 18 % (stage 1) to 38 % (no sharding) of the bound were lost to everything that is not states."""
+"""Share of live bytes that a caching allocator holds beyond them: rounding and fragments. An assumption, within ZeRO's
+Table 2, where 18 % (stage 1) to 38 % (no sharding) of the bound were lost to everything that is not model states."""
 
 STAGING_BYTES: Final = 16 * 2**20
 """Most bytes of one staging buffer of the gloo transport (`onecopy.memory.staging`)."""
 
 
 def fused_buffer_bytes(parameters: float) -> float:
-    """Bytes of one fp32 buffer for all gradients: 4 a parameter, 12 GB for 3B (ZeRO §3.2): what constant buffers save."""
+    """Bytes of one fp32 buffer for all gradients: 4 a parameter, 12 GB for 3B (ZeRO §3.2). C_B saves them."""
     return 4.0 * parameters
 
 
@@ -44,5 +44,8 @@ def optimizer_temporary_bytes(slice_numel: float, implementation: str, *, master
 
 
 def staging_bytes(largest_bucket: int, shard: int, wire_bytes: float, limit: float = STAGING_BYTES) -> float:
-    """Bytes of the gloo transport's staging buffer: what N - 1 peers send of one slice, up to a constant (ZeRO C_B)."""
-    return min(limit, wire_bytes * largest_bucket * (shard - 1) / shard)
+    """Bytes of the gloo transport's staging buffers: what N - 1 peers send of one slice, up to a constant (ZeRO C_B).
+
+    There are two, for the reduces of two units are under way at a time.
+    """
+    return 2 * min(limit, wire_bytes * largest_bucket * (shard - 1) / shard)

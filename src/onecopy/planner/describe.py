@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,9 @@ def transformer_of(config: Mapping[str, Any]) -> Transformer | None:
 def from_factory(path: str, *, sequence: int | None = None) -> Shape:
     """The shape of what a Python factory makes.
 
-    Activations are measured on fake tensors if the model, or its module, has an ``example_inputs`` function: called with
-    the number of samples, it returns a batch (a dict of keyword arguments or a tuple). Without, they are not known.
+    Activations are measured on fake tensors if the module has an ``example_inputs`` function beside the factory:
+    called with the number of samples, it returns a batch (a dict of keyword arguments or a tuple). Else they are not
+    known.
 
     Args:
         path: ``package.module:factory``.
@@ -126,10 +128,10 @@ def from_factory(path: str, *, sequence: int | None = None) -> Shape:
     build, module = import_factory(path)
     example = getattr(module, "example_inputs", None)
 
-    def batch() -> Any:
-        return example(1) if sequence is None else example(1, sequence=sequence)
-
-    units = _units_of(build, batch if callable(example) else None)
+    batch: Callable[[], Any] | None = None
+    if callable(example):
+        batch = partial(example, 1) if sequence is None else partial(example, 1, sequence=sequence)
+    units = _units_of(build, batch)
     total = sum(unit.parameters for unit in units)
     return Shape(f"{path}, {count(total)} parameters", tuple(units))
 

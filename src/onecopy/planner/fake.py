@@ -67,8 +67,8 @@ class _KnownValues(TorchDispatchMode):
     """Computes small tensors that follow from Python values for real too, so that they can be read."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._known = WeakTensorKeyDictionary()
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: Any = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -18,11 +18,11 @@ from onecopy.planner.machine import Machine
 from onecopy.planner.paste import shard_call
 from onecopy.planner.quantities import count, gigabytes, rate, seconds
 from onecopy.planner.step import CATEGORIES
-from onecopy.planner.sweep import Curve
+from onecopy.planner.sweep import HURTS, Curve
 
-WIDTH: Final = 900
+WIDTH: Final = 1070
 _BAR: Final = 26
-_LEFT: Final = 330
+_LEFT: Final = 450
 _HEIGHT: Final = 320
 _MARGIN: Final = 70
 _COLOURS: Final = {"logits": "activations", "optimizer_temporaries": "optimizer"}
@@ -51,10 +51,11 @@ class Bar(NamedTuple):
 
 
 class Line(NamedTuple):
-    """One stage's step times: a path in pixels, and where its name stands."""
+    """One stage's step times: a path in pixels, its name (of several where they coincide), and where that stands."""
 
     stage: int
     path: str
+    name: str
     x: float
     y: float
 
@@ -153,11 +154,14 @@ def _chart(swept: Sequence[Curve], crossing: float | None) -> dict[str, Any]:
     def y(time: float) -> float:
         return 12 + (high - math.log10(time)) / (high - low) * (_HEIGHT - 50)
 
-    lines = []
+    lines: list[Line] = []
     for curve in swept:
         points = [(x(bandwidth), y(time)) for bandwidth, time in curve.points]
         path = "M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in points)
-        lines.append(Line(curve.stage, path, points[0][0] - 6, points[0][1] + 4))
+        name, height = f"stage {curve.stage}", points[0][1] + 4
+        if lines and abs(lines[-1].y - height) < 12:
+            name, lines[-1] = f"{lines[-1].name}, {curve.stage}", lines[-1]._replace(name="")
+        lines.append(Line(curve.stage, path, name, points[0][0] - 6, height))
     marks = [bandwidths[round(i * (len(bandwidths) - 1) / 4)] for i in range(5)]
     heights = [10 ** (low + (high - low) * i / 4) for i in range(5)]
     crossed = None if crossing is None else (x(crossing), rate(crossing))
@@ -168,6 +172,7 @@ def _chart(swept: Sequence[Curve], crossing: float | None) -> dict[str, Any]:
         "x": [(x(mark), rate(mark)) for mark in marks],
         "y": [(y(height), seconds(height)) for height in heights],
         "crossed": crossed,
+        "hurts": swept[3].points[-1][1] > HURTS * swept[2].points[-1][1],
     }
 
 

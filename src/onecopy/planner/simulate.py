@@ -22,6 +22,8 @@ from onecopy.planner.fake import fake_ranks, fake_tensors
 from onecopy.planner.step import Schedule, Sizes, Unit
 from onecopy.sharding.api import engine_of
 from onecopy.sharding.discover import Units, find_parameters, find_scopes
+from onecopy.sharding.precision import Precision
+from onecopy.sharding.tensors import replace_tensors
 
 Batch = dict[str, Any] | tuple[Any, ...]
 Build = Callable[[], nn.Module]
@@ -72,7 +74,11 @@ def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str |
             accumulate=plan.micro_batches,
             prefetch=plan.prefetch,
         )
-        kinds = {"foreach": {"foreach": True}, "fused": {"fused": True}, "for-loop": {"foreach": False}}
+        kinds: dict[str, dict[str, Any]] = {
+            "foreach": {"foreach": True},
+            "fused": {"fused": True},
+            "for-loop": {"foreach": False},
+        }
         optimizer = torch.optim.AdamW(model.parameters(), **kinds[plan.implementation])
         meter = onecopy.meter(model)
         for _ in range(2):
@@ -86,7 +92,7 @@ def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str |
                     del loss
             optimizer.step()
             held = {name: float(size) for name, size in meter.live.items()}
-            peaks = {phase: _floats(peak) for phase, peak in meter.peaks.items()}
+            peaks: dict[str, Sizes] = {phase: _floats(peak) for phase, peak in meter.peaks.items()}
             # The meter looks when something is allocated; backward begins with what forward has left.
             peaks["backward"] = max(peaks["backward"], *map(_floats, starts), key=lambda sizes: sum(sizes.values()))
             # Nothing grows in the step, so that its peak is what is held.
@@ -121,10 +127,12 @@ def describe_units(
         numels = {name: tuple(item.parameter.numel() for item in items) for name, items in found.items()}
         seen = _SavedByUnit()
         if batch is not None:
-            # Alone on one rank; the engine casts and computes as it will on many.
-            seen.watch(onecopy.shard(model, 3, units=units, precision=precision), list(numels))
+            dtype = Precision.of(precision).compute
+            _cast_parameters(model, dtype)
+            seen.watch(model, list(numels))
+            inputs = replace_tensors(batch(), lambda t: t.to(dtype) if dtype and t.is_floating_point() else t)
             with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor):
-                output = loss_of(call(model, batch()))
+                output = loss_of(call(model, inputs))
             del output
     names = ["", *(name for name in seen.order if name), *(name for name in numels if name and name not in seen.order)]
     return [Unit(name, numels.get(name, ()), seen.kept(name), logits=0 if name else seen.tail) for name in names]
@@ -148,6 +156,17 @@ def _floats(sizes: dict[str, int]) -> Sizes:
     return {name: float(size) for name, size in sizes.items()}
 
 
+def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Give every place of a parameter one in the compute dtype, as the engine shows it there; buffers keep theirs."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and dtype is not None and parameter.is_floating_point():
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.detach().to(dtype))
+                module._parameters[name] = made[parameter]
+
+
 class _SavedByUnit:
     """Bytes of storages that autograd saves, each once and under the unit whose forward saved it first.
 
@@ -165,7 +184,7 @@ class _SavedByUnit:
         self._inside = [""]
 
     def watch(self, model: nn.Module, units: Sequence[str]) -> None:
-        self._whole = _whole_storages(model)
+        self._whole = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
         for name in filter(None, units):
             model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: self._enter(name))
             model.get_submodule(name).register_forward_hook(lambda *_: self._leave())

@@ -3,7 +3,7 @@
 The paper's formulas (`memory.py`) say what is held between steps; this file adds what comes and goes: the gathered
 window and what is prefetched, gradients on their way, the temporaries of the update. It follows `sharding/` closely:
 
-    forward    the root and the unit that computes are whole, and ``prefetch`` more; stages 0 to 2 keep what was gathered
+    forward    the root and the unit that computes are whole, ``prefetch`` more; stages 0 to 2 keep what was gathered
     backward   the same, backwards; one unit's gradients arrive while those of the two before are being sent
     step       slices alone (stage 3), the optimizer's states, its temporaries
 

@@ -1,7 +1,7 @@
 """Time: seconds of computing and of collectives in a step, and how much of the latter shows.
 
-Ring model: gathering or reduce-scattering S bytes takes N - 1 rounds of S/N bytes, (N-1)(α + S/(N·bw)); an all-reduce is
-both. Computing is 6 floating-point operations for each parameter and token, 8 with full recomputation.
+Ring model: gathering or reduce-scattering S bytes takes N - 1 rounds of S/N bytes, (N-1)(α + S/(N·bw)); an all-reduce
+is both. Computing is 6 floating-point operations for each parameter and token, 8 with full recomputation.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, Final
 
@@ -52,6 +52,8 @@ class Summary:
         element_bytes: of an element on the wire.
         shard, replicate, micro_batches: N, copies of the model states, and g.
         bytes_sent_per_step: by operation.
+        planned: what the planner expected, see `plan.py`; None if it was not asked.
+        highest_memory: by category, the most bytes that a step's highest moment had.
     """
 
     steps: int
@@ -69,6 +71,8 @@ class Summary:
     replicate: int
     micro_batches: int
     bytes_sent_per_step: dict[str, Sent]
+    planned: dict[str, Any] | None = None
+    highest_memory: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,7 +86,9 @@ class Account:
         model: the sharded model.
     """
 
-    def __init__(self, config: Config, world: World, model: nn.Module) -> None:
+    def __init__(self, config: Config, world: World, model: nn.Module, planned: dict[str, Any] | None = None) -> None:
+        self._planned = planned
+        self._highest: dict[str, float] = {}
         self._config = config
         self._world = world
         self._ledger = onecopy.ledger(model)
@@ -122,6 +128,8 @@ class Account:
             "peak_memory": float(peak_memory(self._world.device)),
             **{f"memory/{category}": float(nbytes) for category, nbytes in self._meter.peak.items()},
         }
+        for category, nbytes in self._meter.peak.items():
+            self._highest[category] = max(self._highest.get(category, 0.0), float(nbytes))
         self._meter.reset_peaks()
         return Record("train", step, values)
 
@@ -152,6 +160,8 @@ class Account:
             replicate=parallel.replicate,
             micro_batches=parallel.accumulate,
             bytes_sent_per_step=self._bytes_sent(),
+            planned=self._planned,
+            highest_memory=self._highest,
         )
 
     def _bytes_sent(self) -> dict[str, Sent]:

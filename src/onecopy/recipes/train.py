@@ -19,6 +19,7 @@ from onecopy.recipes.config import Config
 from onecopy.recipes.data import Batch, prepare
 from onecopy.recipes.metrics import JsonLines, Record, Sink, TensorBoard, make_run_directory, write_summary
 from onecopy.recipes.model import build_model
+from onecopy.recipes.plan import plan_run
 from onecopy.recipes.report import Report, print_start, print_summary
 from onecopy.recipes.schedule import build_optimizer, build_schedule
 from onecopy.recipes.settings import dump
@@ -57,7 +58,7 @@ def train(config: Config, world: World) -> bool:
     optimizer = build_optimizer(model, config.optimizer)
     schedule = build_schedule(optimizer, config.schedule)
 
-    account = Account(config, world, model)
+    account = Account(config, world, model, plan_run(config, world, vocabulary) if world.rank == 0 else None)
     with StopRequest() as stop, _open_sinks(config, world, directory, model) as write:
         for step, micro_batches in enumerate(islice(batches, steps), 1):
             with _profiled(step, config, world, directory, model):
