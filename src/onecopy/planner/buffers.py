@@ -19,6 +19,11 @@ STAGING_BYTES: Final = 16 * 2**20
 """Most bytes of one staging buffer of the gloo transport (`onecopy.memory.staging`)."""
 
 
+def with_overheads(live: float) -> float:
+    """Bytes that a process takes of a GPU when ``live`` bytes of tensors are alive."""
+    return live * (1 + ALLOCATOR_SLACK) + CUDA_CONTEXT_BYTES
+
+
 def fused_buffer_bytes(parameters: float) -> float:
     """Bytes of one fp32 buffer for all gradients: 4 a parameter, 12 GB for 3B (ZeRO §3.2). C_B saves them."""
     return 4.0 * parameters

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from onecopy.planner.available import missing
-from onecopy.planner.buffers import ALLOCATOR_SLACK, CUDA_CONTEXT_BYTES, pinned_bytes
+from onecopy.planner.buffers import pinned_bytes, with_overheads
 from onecopy.planner.calibrated import HIDDEN_SHARE
 from onecopy.planner.machine import Machine
 from onecopy.planner.offload import cpu_step_seconds
@@ -223,7 +223,7 @@ def _offloaded(sizes: Sizes, option: Option, schedule: Schedule) -> Sizes:
 
 def _with_overheads(sizes: Sizes) -> Sizes:
     live = sum(sizes.values())
-    return {**sizes, "other": sizes.get("other", 0.0) + CUDA_CONTEXT_BYTES + ALLOCATOR_SLACK * live}
+    return {**sizes, "other": sizes["other"] + with_overheads(live) - live}
 
 
 def _host(job: Job, machine: Machine, option: Option, units: list[Unit]) -> float:
