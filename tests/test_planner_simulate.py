@@ -22,18 +22,21 @@ from onecopy.planner.step import Schedule, Sizes, Unit, Widths, step_bytes
 from onecopy.planner.traffic import step_elements
 from ranks import run_ranks
 
+transformers: Any = pytest.importorskip("transformers")
+# Loaded here, where ranks are forked from, and not in each of them.
+_LOADED = (transformers.GPT2LMHeadModel, transformers.LlamaForCausalLM, transformers.ResNetForImageClassification)
+
 WORDS, LENGTH = 2, 64
 
 
 def gpt2() -> Any:
-    transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=4000, n_positions=64, use_cache=False)
+    config.bos_token_id = config.eos_token_id = None
     config.loss_type = "ForCausalLM"
     return transformers.GPT2LMHeadModel(config)
 
 
 def llama() -> Any:
-    transformers = pytest.importorskip("transformers")
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             hidden_size=256,
@@ -47,7 +50,6 @@ def llama() -> Any:
 
 
 def resnet() -> Any:
-    transformers = pytest.importorskip("transformers")
     return transformers.ResNetForImageClassification(
         transformers.ResNetConfig(depths=[1, 1, 2, 1], layer_type="basic", hidden_sizes=[64, 128, 256, 512])
     )
@@ -83,15 +85,14 @@ def _both(name: str, schedules: list[Schedule]) -> list[tuple[list[Unit], Simula
 
 
 def _check(found: Comparison, tolerance: float) -> None:
-    """Every sum, and every category in proportion to the sum of its phase."""
+    """Every phase's sum, and what does not depend on the moment: of two as high as each other either may be taken."""
     sums = {phase: engine for phase, category, _, engine in found.rows if category == "all"}
     assert set(sums) == {"forward", "backward", "step"}
     for phase, category, formula, engine in found.rows:
         if category == "all":
             assert formula == pytest.approx(engine, rel=tolerance), (phase, category)
-        else:
-            # At two moments as high as each other the shares may differ while the sums do not.
-            assert formula == pytest.approx(engine, rel=tolerance, abs=2 * tolerance * sums[phase]), (phase, category)
+        elif phase == "step" or category in ("parameters_sliced", "optimizer"):
+            assert formula == pytest.approx(engine, rel=tolerance), (phase, category)
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
@@ -138,9 +139,9 @@ def _real(rank: int, stage: int, micro_batches: int, precision: str) -> dict[str
     return peaks
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    "stage, ranks, micro_batches", [(0, 2, 1), (1, 2, 2), (1, 4, 1), (2, 3, 1), (3, 2, 2), (3, 4, 1)]
+    "stage, ranks, micro_batches, precision",
+    [(0, 2, 1, "bf16"), (1, 2, 2, "bf16"), (1, 4, 1, "fp32"), (2, 3, 1, "bf16"), (3, 2, 2, "fp32"), (3, 4, 1, "bf16")],
 )
 def test_formulas_agree_with_real_cpu_ranks_within_5_percent(
     stage: int, ranks: int, micro_batches: int, precision: str

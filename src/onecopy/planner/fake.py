@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -34,21 +35,28 @@ _SMALL: Final = 1 << 16
 
 
 @contextmanager
-def fake_ranks(size: int) -> Iterator[None]:
-    """Be rank 0 of ``size`` ranks; every tensor made inside is fake.
+def fake_ranks(shard: int, replicate: int = 1) -> Iterator[DeviceMesh | None]:
+    """Be rank 0 of ``shard * replicate`` ranks; every tensor made inside is fake.
+
+    Yields:
+        The mesh, None without a replicate axis.
 
     Raises:
         UsageError: if a process group exists already.
     """
     if dist.is_initialized():
         raise UsageError("a simulation makes a process group of its own; run it where none is initialised.")
+    size = shard * replicate
+    mesh = None
     if size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
+        if replicate > 1:
+            mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
         with fake_tensors(), _KnownValues():
-            yield
+            yield mesh
     finally:
         if size > 1:
             dist.destroy_process_group()

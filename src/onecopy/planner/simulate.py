@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import onecopy
@@ -60,12 +59,7 @@ def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str |
     Raises:
         UsageError: if a process group exists already.
     """
-    ranks = plan.shard * plan.replicate
-    with fake_ranks(ranks):
-        mesh = None
-        if plan.replicate > 1:
-            names = ("replicate", "shard")
-            mesh = init_device_mesh("cpu", (plan.replicate, plan.shard), mesh_dim_names=names)
+    with fake_ranks(plan.shard, plan.replicate) as mesh:
         model = onecopy.shard(
             build(),
             plan.stage,

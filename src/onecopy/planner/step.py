@@ -192,11 +192,8 @@ class _Held:
 
 def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Sizes]]:
     held = _Held(units, plan)
-    root = [i for i, unit in enumerate(units) if unit.name == ""]
-    inner = [i for i, unit in enumerate(units) if unit.name != ""]
-    order = inner or root
-    yield from _forward(held, root, order)
-    yield from _backward(held, root, order)
+    yield from _forward(held)
+    yield from _backward(held)
     widths = plan.widths
     temporaries = optimizer_temporary_bytes(held.total_own, plan.implementation, master_bytes=widths.master)
     yield (
@@ -209,6 +206,43 @@ def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Siz
     )
 
 
+@dataclass(frozen=True)
+class _Nesting:
+    """Units inside of units, by their names; the root is around all.
+
+    Attributes:
+        around: for each unit those whose forward contains its own, and itself.
+        backward: the order in which backward comes to units: a unit before those inside of it.
+        finished: the order in which backward leaves them: a unit after those inside of it.
+    """
+
+    around: list[list[int]]
+    backward: list[int]
+    finished: list[int]
+
+    @staticmethod
+    def of(units: Sequence[Unit]) -> _Nesting:
+        names = [unit.name for unit in units]
+        around: list[list[int]] = []
+        inside: dict[int, list[int]] = {}
+        for i, name in enumerate(names):
+            outer = [k for k in range(i) if names[k] == "" or name.startswith(names[k] + ".")]
+            around.append([*outer, i])
+            inside.setdefault(outer[-1] if outer else -1, []).append(i)
+        backward: list[int] = []
+        finished: list[int] = []
+
+        def visit(i: int) -> None:
+            backward.append(i)
+            for child in reversed(inside.get(i, [])):
+                visit(child)
+            finished.append(i)
+
+        for i in reversed(inside.get(-1, [])):
+            visit(i)
+        return _Nesting(around, backward, finished)
+
+
 def _carried(held: _Held) -> tuple[float, float]:
     """Gradients of earlier micro-batches in a forward or backward: whole, and as slices."""
     plan = held.plan
@@ -219,78 +253,78 @@ def _carried(held: _Held) -> tuple[float, float]:
     return float(plan.widths.accumulate * held.total), 0.0
 
 
-def _forward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[Phase, Sizes]]:
-    ahead = 1 + held.plan.prefetch
+def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
+    units, prefetch = held.units, held.plan.prefetch
+    nesting = _Nesting.of(units)
     whole, sliced = _carried(held)
-    kept = sum(held.units[i].activations for i in root if i not in order)
     common = {"gradients_whole": whole, "gradients_sliced": sliced}
-    for position, i in enumerate(order):
-        kept += held.units[i].activations
-        gathered = held.gathered([*root, *order[position : position + ahead]])
-        active = kept + held.units[i].working
-        yield "forward", held.sizes(parameters_gathered=gathered, activations=active, **common)
-    logits = sum(unit.logits for unit in held.units)
-    yield "forward", held.sizes(parameters_gathered=held.gathered(root), activations=kept, logits=logits, **common)
+    kept = 0.0
+    for i, unit in enumerate(units):
+        kept += unit.activations
+        gathered = held.gathered([*nesting.around[i], *range(i + 1, min(i + 1 + prefetch, len(units)))])
+        yield "forward", held.sizes(parameters_gathered=gathered, activations=kept + unit.working, **common)
+    gathered = held.gathered([i for i, unit in enumerate(units) if unit.name == ""])
+    logits = sum(unit.logits for unit in units)
+    yield "forward", held.sizes(parameters_gathered=gathered, activations=kept, logits=logits, **common)
 
 
-def _backward(held: _Held, root: list[int], order: list[int]) -> Iterator[tuple[Phase, Sizes]]:
+def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
     """Unit by unit: its gradients arrive; then they lie in the buffer that is sent, beside the one before."""
-    units, widths = held.units, held.plan.widths
-    ahead = 1 + held.plan.prefetch
+    units, widths, prefetch = held.units, held.plan.widths, held.plan.prefetch
+    nesting = _Nesting.of(units)
     whole, sliced = _carried(held)
     kept = sum(unit.activations for unit in units)
-    backwards = order[::-1]
+    order = nesting.backward
     yield (
         "backward",
         held.sizes(
-            parameters_gathered=held.gathered([*root, *backwards[: held.plan.prefetch]]),
+            parameters_gathered=held.gathered(order[: 1 + prefetch]),
             gradients_whole=whole,
             gradients_sliced=sliced,
             activations=kept,
             logits=sum(unit.logits for unit in units),
         ),
     )
-    finishing = backwards + [i for i in root if i not in order]
+    place = {i: position for position, i in enumerate(order)}
+    reached = 0
     outgoing: list[int] = []
-    for position, i in enumerate(finishing):
-        is_root = i in root and i not in order
-        present = [*root, *(() if is_root else backwards[position : position + ahead])]
-        after = [*root, *(() if is_root else backwards[position + 1 : position + ahead])]
-        arrived = float(widths.compute * units[i].parameters)
+    for i in nesting.finished:
+        unit = units[i]
+        reached = max(reached, place[i])
+        coming = order[reached + 1 : reached + 1 + prefetch]
+        arrived = float(widths.compute * unit.parameters)
         sent = held.wire * sum(held.padded[k] for k in outgoing[-2:])
-        yield (
-            "backward",
-            held.sizes(
-                parameters_gathered=held.gathered(present),
-                gradients_whole=whole + arrived + sent,
-                gradients_sliced=sliced,
-                activations=kept + units[i].working,
-            ),
-        )
-        kept -= units[i].activations
+        # What the unit kept goes while its gradients come: the highest moment is either end.
+        for gradients, activations in ((0.0, kept + unit.working), (arrived, kept - unit.activations)):
+            yield (
+                "backward",
+                held.sizes(
+                    parameters_gathered=held.gathered([*nesting.around[i], *coming]),
+                    gradients_whole=whole + gradients + sent,
+                    gradients_sliced=sliced,
+                    activations=activations,
+                ),
+            )
+        kept -= unit.activations
         if len(outgoing) > 1:
             sliced = _reduced(held, outgoing[-2], sliced)
-        own_sent = held.wire * held.padded[i]
         if whole:
             # What micro-batches kept is turned into what is sent.
             whole -= widths.accumulate * held.padded[i]
-        sent = held.wire * sum(held.padded[k] for k in outgoing[-1:])
+        sent = held.wire * (held.padded[i] + sum(held.padded[k] for k in outgoing[-1:]))
         outgoing.append(i)
         yield (
             "backward",
             held.sizes(
-                parameters_gathered=held.gathered(after),
-                gradients_whole=whole + arrived + own_sent + sent,
+                parameters_gathered=held.gathered([*nesting.around[i][:-1], *coming]),
+                gradients_whole=whole + arrived + sent,
                 gradients_sliced=sliced,
                 activations=kept,
             ),
         )
     for i in outgoing[-2:]:
         sliced = _reduced(held, i, sliced)
-    yield (
-        "backward",
-        held.sizes(parameters_gathered=held.gathered(root), gradients_sliced=sliced, gradients_whole=0.0),
-    )
+    yield "backward", held.sizes(parameters_gathered=held.gathered(()), gradients_sliced=sliced)
 
 
 def _reduced(held: _Held, i: int, sliced: float) -> float:
