@@ -30,7 +30,7 @@ WORDS, LENGTH = 2, 64
 
 
 def gpt2() -> Any:
-    config = transformers.GPT2Config(n_layer=3, n_embd=256, n_head=4, vocab_size=4000, n_positions=64, use_cache=False)
+    config = transformers.GPT2Config(n_layer=2, n_embd=256, n_head=4, vocab_size=4000, n_positions=64, use_cache=False)
     config.bos_token_id = config.eos_token_id = None
     config.loss_type = "ForCausalLM"
     return transformers.GPT2LMHeadModel(config)
@@ -41,7 +41,7 @@ def llama() -> Any:
         transformers.LlamaConfig(
             hidden_size=256,
             intermediate_size=704,
-            num_hidden_layers=3,
+            num_hidden_layers=2,
             num_attention_heads=4,
             vocab_size=4000,
             use_cache=False,
@@ -51,7 +51,7 @@ def llama() -> Any:
 
 def resnet() -> Any:
     return transformers.ResNetForImageClassification(
-        transformers.ResNetConfig(depths=[1, 1, 2, 1], layer_type="basic", hidden_sizes=[64, 128, 256, 512])
+        transformers.ResNetConfig(depths=[1, 1, 2], layer_type="basic", hidden_sizes=[64, 128, 256])
     )
 
 
@@ -175,15 +175,15 @@ def test_units_are_described_in_the_order_of_forward() -> None:
     assert [unit.name for unit in units] == [
         "",
         "model.embed_tokens",
-        *(f"model.layers.{i}" for i in range(3)),
+        *(f"model.layers.{i}" for i in range(2)),
         "lm_head",
     ]
     assert sum(unit.parameters for unit in units) == sum(p.numel() for p in llama().parameters())
     blocks = [unit.activations for unit in units if unit.name.startswith("model.layers")]
-    # A block keeps some tens of copies of the hidden state (facts: 28 for a Llama of 8B); all alike but the first,
-    # which also keeps what later ones share.
+    # A block keeps some tens of copies of the hidden state (28 as measured for a Llama of 8B); the first also keeps
+    # what later ones share.
     assert 20 < blocks[1] / (WORDS * LENGTH * 256 * 2) < 50
-    assert blocks[1] == blocks[2]
+    assert blocks[0] > blocks[1]
 
 
 def _frozen() -> None:
