@@ -57,7 +57,7 @@ class Axis:
 
         Peers may read ``mine`` until `settle`.
         """
-        whole.chunk(self.size)[self.rank].copy_(mine)
+        whole[self.rank * mine.numel() : (self.rank + 1) * mine.numel()].copy_(mine)
         if self._peers is None:
             return None
         program = self._transport(whole).all_gather(self._peers, mine, whole, _TAG_BASE + tag)
