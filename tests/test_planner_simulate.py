@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import onecopy
 from models import TinyGPT
@@ -69,13 +68,7 @@ MODELS = {"gpt2": (gpt2, tokens), "llama": (llama, tokens), "resnet": (resnet, i
 
 def _run_in_child(function: Any, *args: Any) -> Any:
     """A simulation makes a process group and threads, which the forking parent must not have."""
-    return run_ranks(1, _without_group, function, args)[0]
-
-
-def _without_group(rank: int, function: Any, args: tuple[Any, ...]) -> Any:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return function(*args)
+    return run_ranks(1, lambda rank: function(*args), group=False)[0]
 
 
 def _both(name: str, schedules: list[Schedule]) -> list[tuple[list[Unit], Simulated]]:

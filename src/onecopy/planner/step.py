@@ -161,7 +161,8 @@ class _Held:
         self.slices = [one.slice_numel for one in self.layouts]
         self.own = [_own_numel(one.numels, one.num_slices, one.multiple) for one in self.layouts]
         self.aliased = plan.slices == 1 and plan.widths.compute == plan.widths.master
-        self.wire = plan.widths.reduce if plan.slices * plan.copies > 1 else plan.widths.accumulate
+        self.alone = plan.slices * plan.copies == 1
+        self.wire = plan.widths.accumulate if self.alone else plan.widths.reduce
         self.total = sum(self.padded)
         self.total_own = sum(self.own)
         self._base = self._constant()
@@ -173,7 +174,7 @@ class _Held:
         if plan.optimizer_tensors:
             counters = 4.0 * sum(len(unit.numels) for unit in self.units)
             base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
-        if not plan.native and plan.slices * plan.copies > 1:
+        if not plan.native and not self.alone:
             ranks = plan.slices if plan.slices > 1 else plan.copies
             base["communication"] = staging_bytes(max(self.padded), ranks, self.wire)
         return base
@@ -312,7 +313,8 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
             # What micro-batches kept is turned into what is sent.
             whole -= widths.accumulate * held.padded[i]
         sent = held.wire * (held.padded[i] + sum(held.padded[k] for k in outgoing[-1:]))
-        outgoing.append(i)
+        if not held.alone:
+            outgoing.append(i)
         yield (
             "backward",
             held.sizes(
@@ -322,6 +324,8 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
                 activations=kept,
             ),
         )
+        if held.alone:
+            sliced = _reduced(held, i, sliced)
     for i in outgoing[-2:]:
         sliced = _reduced(held, i, sliced)
     yield "backward", held.sizes(parameters_gathered=held.gathered(()), gradients_sliced=sliced)

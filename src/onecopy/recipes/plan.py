@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from onecopy.errors import SettingsError
 from onecopy.planner.machine import GPUS, Machine
 from onecopy.planner.simulate import describe_units
 from onecopy.planner.step import Phase, Schedule, Sizes, Unit, Widths, layout, step_bytes
@@ -19,8 +20,8 @@ from onecopy.recipes.world import World
 _TIMED: Final[tuple[Phase, ...]] = ("forward", "backward", "step")
 
 
-def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any]:
-    """What `summary.json` holds as "planned".
+def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | None:
+    """What `summary.json` holds as "planned"; None where fake tensors cannot run the model, or parameters are frozen.
 
     Activations come from one forward of the model on fake tensors, all else from formulas.
 
@@ -39,7 +40,11 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any]:
         tokens = torch.zeros(micro_batch, config.data.sequence_length, dtype=torch.long)
         return {"input_ids": tokens, "labels": tokens}
 
-    units = describe_units(lambda: build_architecture(config, vocabulary), batch, precision=parallel.precision)
+    try:
+        units = describe_units(lambda: build_architecture(config, vocabulary), batch, precision=parallel.precision)
+    except (SettingsError, RuntimeError):
+        # No plan is no reason not to train: a model may look at values, which fake tensors have not.
+        return None
     schedule = Schedule(
         parallel.stage,
         world.size // parallel.replicate,
