@@ -20,9 +20,9 @@ from onecopy.planner.quantities import count, gigabytes, rate, seconds
 from onecopy.planner.step import CATEGORIES
 from onecopy.planner.sweep import HURTS, Curve
 
-WIDTH: Final = 1070
+WIDTH: Final = 1110
 _BAR: Final = 26
-_LEFT: Final = 450
+_LEFT: Final = 490
 _HEIGHT: Final = 320
 _MARGIN: Final = 70
 _COLOURS: Final = {"logits": "activations", "optimizer_temporaries": "optimizer"}
@@ -98,7 +98,7 @@ def _one_of_each_kind(estimates: Sequence[Estimate]) -> list[Estimate]:
         option = found.option
         kinds.setdefault((option.stage, option.checkpointing, option.offload, option.shard), found)
     ordered = sorted(kinds.values(), key=lambda e: (not e.available, e.option.stage, e.option.offload))
-    return ordered[:24]
+    return ordered[:40]
 
 
 def _tiles(advice: Advice) -> list[tuple[str, str, str]]:
