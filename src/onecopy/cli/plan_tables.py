@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +31,8 @@ def print_plan(console: Console, job: Job, machine: Machine, advice: Advice, row
     )
     if job.shape.transformer is None and not any(unit.activations for unit in job.shape.units):
         console.print("activations are not known: the module has no example_inputs function to measure them with")
-    _print_options(console, advice.estimates, rows)
+    first = [] if advice.best is None else [advice.best]
+    _print_options(console, [*first, *advice.estimates], rows)
     if advice.best is not None:
         print_memory(console, advice.best)
     console.print(f"\n{advice.reason}", style="bold", soft_wrap=True, highlight=False)
@@ -51,23 +53,33 @@ def _line(found: Estimate) -> str:
 
 def _print_options(console: Console, estimates: Sequence[Estimate], rows: int) -> None:
     table = Table(title="options, best first; what onecopy does not have yet is marked *", title_justify="left")
-    table.add_column("option")
-    for name in ("peak", "in", "fits", "host", "sent", "step", "exposed", "tokens/s", "limited by"):
-        table.add_column(name, justify="left" if name in ("in", "fits", "limited by") else "right")
+    table.add_column("option", min_width=24)
+    # A narrow terminal shows what decides; --json has it all.
+    names = [name for name in _COLUMNS if console.width >= _WIDE or name in _NARROW]
+    for name in names:
+        left = name in ("in", "fits", "limited by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "limited by")
     for found in _spread(estimates, rows):
-        table.add_row(
-            found.option.words() + ("" if found.available else " *"),
-            gigabytes(found.peak),
-            found.peak_phase,
-            "yes" if found.fits else "no",
-            gigabytes(found.host),
-            gigabytes(found.bytes_sent),
-            seconds(found.seconds.total),
-            seconds(found.seconds.exposed),
-            f"{found.tokens_per_second:,.0f}",
-            found.limited_by,
-        )
+        cells = {
+            "peak": gigabytes(found.peak),
+            "in": found.peak_phase,
+            "fits": "yes" if found.fits else "no",
+            "host": gigabytes(found.host),
+            "sent": gigabytes(found.bytes_sent),
+            "step": seconds(found.seconds.total),
+            "exposed": seconds(found.seconds.exposed),
+            "tokens/s": f"{found.tokens_per_second:,.0f}",
+            "limited by": found.limited_by,
+        }
+        words = found.option.words() + ("" if found.available else " *")
+        table.add_row(words, *(cells[name] for name in names))
     console.print(table)
+
+
+_COLUMNS: Final = ("peak", "in", "fits", "host", "sent", "step", "exposed", "tokens/s", "limited by")
+_NARROW: Final = ("peak", "fits", "step", "tokens/s")
+_WIDE: Final = 140
+"""Characters from which all columns are shown."""
 
 
 def _spread(estimates: Sequence[Estimate], rows: int) -> list[Estimate]:

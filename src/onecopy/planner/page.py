@@ -71,7 +71,8 @@ def render(job: Job, machine: Machine, advice: Advice, swept: Sequence[Curve], c
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    shown = _one_of_each_kind(advice.estimates)
+    first = [] if advice.best is None else [advice.best]
+    shown = _one_of_each_kind([*first, *advice.estimates])
     used = [c for c in CATEGORIES if any(e.peaks[e.peak_phase].get(c) for e in shown)]
     return environment.get_template("plan.html").render(
         style=Markup(loader.get_source(environment, "style.css")[0]),
