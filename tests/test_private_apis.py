@@ -111,3 +111,36 @@ def test_identity_node_of_a_unit_runs_after_all_of_its_backward() -> None:
     (inside * weight.exp()).sum().backward()
     assert marked
     assert events == ["weight", "unit"]
+
+
+def _fake_group(rank: int) -> tuple[int, float]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+    values = torch.ones(3)
+    torch.distributed.all_reduce(values)
+    size = torch.distributed.get_world_size()
+    torch.distributed.destroy_process_group()
+    return size, float(values.sum())
+
+
+def test_fake_process_group_has_any_size_and_sends_nothing() -> None:
+    """planner/fake.py; read in torch 2.13."""
+    assert run_ranks(1, _fake_group) == [(64, 3.0)]
+
+
+def test_fake_tensors_have_storages_that_resize_and_can_be_left_for_a_moment() -> None:
+    """planner/fake.py; read in torch 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        flat = torch.empty(64)
+        view = flat[:16].view(4, 4)
+        flat.untyped_storage().resize_(0)
+        assert view.untyped_storage().nbytes() == 0
+        flat.untyped_storage().resize_(256)
+        assert view.untyped_storage().nbytes() == 256
+        assert isinstance(flat, FakeTensor)
+        with unset_fake_temporarily():
+            assert not isinstance(torch.empty(1), FakeTensor)

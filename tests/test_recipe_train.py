@@ -291,3 +291,21 @@ def test_defaults_of_the_twin_are_those_of_the_config() -> None:
     assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps) == (0.9, 0.95, 1e-8)
     assert (config.optimizer.clip_norm, config.optimizer.weight_decay) == (1.0, 0.1)
     assert (config.schedule.final_fraction, config.data.validation_fraction) == (0.1, 0.05)
+
+
+@pytest.mark.parametrize("size, stage, accumulate", [(1, 1, 1), (2, 3, 1), (2, 1, 3), (3, 2, 2)])
+def test_planned_stands_beside_measured(tmp_path: Path, text: Path, size: int, stage: int, accumulate: int) -> None:
+    """Oracles: the meter's categories within 5 % of the sum, the ledger's bytes exactly."""
+    _, summary = run(
+        tmp_path,
+        size,
+        data__train=[str(text)],
+        parallel__stage=stage,
+        parallel__accumulate=accumulate,
+        data__batch=size * accumulate * 2,
+        parallel__precision="bf16",
+    )
+    planned, measured = summary["planned"]["memory"], summary["highest_memory"]
+    for category in measured:
+        assert planned[category] == pytest.approx(measured[category], abs=0.05 * sum(measured.values())), category
+    assert summary["planned"]["bytes_sent"] == pytest.approx(summary["bytes_sent_per_step"]["total"]["measured"])

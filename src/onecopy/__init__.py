@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.save import save
     from onecopy.checkpoint.writing import Saving
     from onecopy.comm.ledger import Entry, Ledger, Traffic
+    from onecopy.integrations.deepspeed import from_deepspeed
     from onecopy.sharding.api import ledger, meter, padded_numel, shard
     from onecopy.sharding.precision import Precision
     from onecopy.sharding.profile import Profile, profile
@@ -33,6 +34,7 @@ __all__ = [
     "SlicedTensor",
     "Stage",
     "Traffic",
+    "from_deepspeed",
     "gathered",
     "ledger",
     "load",
@@ -51,6 +53,7 @@ _HOMES = {
     "onecopy.checkpoint.save": ("save",),
     "onecopy.checkpoint.writing": ("Saving",),
     "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
+    "onecopy.integrations.deepspeed": ("from_deepspeed",),
     "onecopy.sharding.api": ("ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.precision": ("Precision",),
     "onecopy.sharding.profile": ("Profile", "profile"),

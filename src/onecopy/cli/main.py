@@ -14,6 +14,7 @@ def main() -> None:
         import typer
 
         from onecopy.cli.checkpoint import export, import_deepspeed, inspect
+        from onecopy.cli.plan import plan
         from onecopy.cli.report import report
         from onecopy.cli.train import short_names, train
         from onecopy.errors import SettingsError
@@ -29,6 +30,7 @@ def main() -> None:
         add_completion=False,
     )
     app.command("train")(train)
+    app.command("plan")(plan)
     app.command("report")(report)
     app.command("inspect")(inspect)
     app.command("export")(export)

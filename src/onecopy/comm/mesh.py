@@ -59,7 +59,7 @@ class Axis:
 
         Peers may read ``mine`` until `settle`.
         """
-        whole.chunk(self.size)[self.rank].copy_(mine)
+        whole[self.rank * mine.numel() : (self.rank + 1) * mine.numel()].copy_(mine)
         if self._peers is None:
             return None
         # Slices that were cast for sending live until they are taken.

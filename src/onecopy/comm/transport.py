@@ -157,7 +157,7 @@ class NativeCalls:
 
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
         # NCCL gathers in place, and saves a copy, when its input is where its output goes.
-        mine = whole.chunk(peers.size)[peers.rank]
+        mine = whole[peers.rank * mine.numel() : (peers.rank + 1) * mine.numel()]
         yield _native(dist.all_gather_single(whole, mine, group=peers.group, async_op=True))
         return []
 

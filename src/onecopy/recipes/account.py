@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, Final
 
@@ -55,6 +55,8 @@ class Summary:
         element_bytes: of an element on the wire.
         shard, replicate, micro_batches: N, copies of the model states, and g.
         bytes_sent_per_step: by operation.
+        planned: what the planner expected, see `plan.py`; None if it was not asked.
+        highest_memory: by category, the most bytes that a step's highest moment had.
     """
 
     steps: int
@@ -74,6 +76,8 @@ class Summary:
     replicate: int
     micro_batches: int
     bytes_sent_per_step: dict[str, Sent]
+    planned: dict[str, Any] | None = None
+    highest_memory: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,8 +92,17 @@ class Account:
         resumed_at: steps that were taken before.
     """
 
-    def __init__(self, config: Config, world: World, model: nn.Module, resumed_at: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        model: nn.Module,
+        resumed_at: int = 0,
+        planned: dict[str, Any] | None = None,
+    ) -> None:
         self._resumed_at = resumed_at
+        self._planned = planned
+        self._highest: dict[str, float] = {}
         self._config = config
         self._world = world
         self._ledger = onecopy.ledger(model)
@@ -129,6 +142,8 @@ class Account:
             "peak_memory": float(peak_memory(self._world.device)),
             **{f"memory/{category}": float(nbytes) for category, nbytes in self._meter.peak.items()},
         }
+        for category, nbytes in self._meter.peak.items():
+            self._highest[category] = max(self._highest.get(category, 0.0), float(nbytes))
         self._meter.reset_peaks()
         return Record("train", step, values)
 
@@ -165,6 +180,8 @@ class Account:
             replicate=parallel.replicate,
             micro_batches=parallel.accumulate,
             bytes_sent_per_step=self._bytes_sent(),
+            planned=self._planned,
+            highest_memory=self._highest,
         )
 
     def _bytes_sent(self) -> dict[str, Sent]:

@@ -13,11 +13,17 @@ from onecopy.errors import SettingsError
 from onecopy.recipes.config import Config
 
 
-def build_model(config: Config, vocabulary: int) -> nn.Module:
+def build_architecture(config: Config, vocabulary: int) -> nn.Module:
+    """The same model with random weights, whatever a directory holds: for fake tensors, which have no values."""
+    return build_model(config, vocabulary, weights=False)
+
+
+def build_model(config: Config, vocabulary: int, *, weights: bool = True) -> nn.Module:
     """The model to train, on the CPU in fp32; random weights depend on torch's seed alone.
 
     Args:
         vocabulary: tokens of the data; what a given model has must be enough for them.
+        weights: read those of a directory.
 
     Raises:
         SettingsError: if the model knows fewer tokens than the data has.
@@ -42,7 +48,7 @@ def build_model(config: Config, vocabulary: int) -> nn.Module:
         )
         return _for_training(transformers.GPT2LMHeadModel(small))
     causal = transformers.AutoModelForCausalLM
-    if Path(path).is_file():
+    if Path(path).is_file() or not weights:
         settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
         model = causal.from_config(settings, dtype=torch.float32)
     else:

@@ -109,6 +109,24 @@ def print_summary(console: Console, summary: Summary) -> None:
         )
     else:
         console.print("one rank: nothing was sent")
+    _print_planned(console, summary)
+
+
+def _print_planned(console: Console, summary: Summary) -> None:
+    """What the planner expected, beside what was measured."""
+    if summary.planned is None:
+        return
+    table = Table(title="planned and measured, a rank", title_justify="left")
+    for column in ("", "planned", "measured", "difference"):
+        table.add_column(column, justify="right" if column else "left")
+    rows = [(kind, size, summary.highest_memory.get(kind)) for kind, size in summary.planned["memory"].items()]
+    rows.append(("sent per step", summary.planned["bytes_sent"], summary.bytes_sent_per_step["total"].measured))
+    for kind, planned, measured in rows:
+        if planned or measured:
+            seen = "not measured" if measured is None else megabytes(measured)
+            difference = f"{measured / planned - 1:+.1%}" if measured and planned else ""
+            table.add_row(kind.replace("_", " "), megabytes(planned), seen, difference)
+    console.print(table)
 
 
 def megabytes(count: float) -> str:

@@ -19,6 +19,7 @@ from onecopy.recipes.data import Batch, prepare
 from onecopy.recipes.keeper import Keeper
 from onecopy.recipes.metrics import JsonLines, Record, Sink, TensorBoard, make_run_directory, write_summary
 from onecopy.recipes.model import build_model
+from onecopy.recipes.plan import plan_run
 from onecopy.recipes.report import Report, print_start, print_summary
 from onecopy.recipes.schedule import build_optimizer, build_schedule
 from onecopy.recipes.settings import dump
@@ -63,7 +64,7 @@ def train(config: Config, world: World) -> bool:
         keeper.say(f"nothing to do: {keeper.last} is of step {start}, and schedule.steps is {steps}")
         return True
 
-    account = Account(config, world, model, start)
+    account = Account(config, world, model, start, plan_run(config, world, vocabulary) if world.rank == 0 else None)
     with StopRequest() as stop, _open_sinks(config, world, directory, model, start) as write:
         for step, micro_batches in zip(range(start + 1, steps + 1), batches.after(start), strict=False):
             with _profiled(step, config, world, directory, model):

@@ -1,0 +1,241 @@
+"""What `onecopy plan` does: settings into a job and a machine, the search, and everything that is shown of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+
+from onecopy.cli import plan_tables as tables
+from onecopy.errors import SettingsError
+from onecopy.integrations.translation import Translation
+from onecopy.planner.advice import Preset, Wishes, advise
+from onecopy.planner.describe import describe
+from onecopy.planner.estimate import Job
+from onecopy.planner.machine import Machine, gpu_of
+from onecopy.planner.paste import as_dict, config_toml, shard_call
+from onecopy.planner.quantities import parse_bytes, parse_rate
+from onecopy.planner.redundancy import redundancy
+from onecopy.planner.shape import CHECKPOINTING, Shape, from_sizes
+from onecopy.planner.sweep import crossover, curves, parse_range, thresholds
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `onecopy plan`, as given."""
+
+    model: str | None
+    layers: int | None
+    hidden: int | None
+    heads: int | None
+    vocabulary: int
+    seq: int
+    micro_batch: int | None
+    global_batch: int | None
+    stage: int | None
+    checkpointing: str | None
+    precision: str
+    optimizer: str
+    gpus: int | None
+    nodes: int
+    gpu: str
+    gpu_memory: str | None
+    host_memory: str | None
+    link: str
+    intra: str | None
+    here: bool
+    preset: str
+    sweep: str | None
+    copies: int | None
+    simulate: bool
+    from_deepspeed: Path | None
+    from_accelerate: Path | None
+    rows: int
+    as_json: bool
+    html: Path | None
+
+
+def run(request: Request) -> bool:
+    """Plan, and show it. Returns whether something fits.
+
+    Raises:
+        SettingsError: if the settings cannot work.
+    """
+    console = Console(stderr=request.as_json)
+    translation = _translate(request)
+    if request.model is None and request.layers is None and translation is not None:
+        console.print(translation.text(), markup=False, highlight=False, soft_wrap=True)
+        return True
+    shape = _shape(request)
+    machine = _machine(request, console)
+    job, wishes = _job(request, shape, machine, translation)
+    advice = advise(job, machine, wishes)
+    swept = None
+    chosen = advice.best or min(advice.estimates, key=lambda e: (not e.available, e.peak))
+    if request.sweep or request.html:
+        low, high = parse_range(request.sweep)[1:] if request.sweep else (1.25e9, 1e11)
+        swept = curves(job, machine, chosen.option, low, high), crossover(job, machine, chosen.option, low, high)
+    hurts = thresholds(job, machine, chosen.option) if request.sweep else []
+    spared = redundancy(job, machine, chosen, request.copies) if request.copies is not None else None
+    simulated = _simulate(request, job, chosen.option) if request.simulate else None
+
+    if request.as_json:
+        result: dict[str, Any] = as_dict(job, machine, advice)
+        result["shard_call"] = shard_call(job, chosen) if advice.best else None
+        result["config"] = config_toml(job, machine, chosen, _train_path(request)) if advice.best else None
+        if translation is not None:
+            result["translation"] = translation.text().splitlines()
+        if swept is not None:
+            result["sweep"] = [{"stage": curve.stage, "points": curve.points} for curve in swept[0]]
+            result["crossover"] = swept[1]
+            result["thresholds"] = [{"quantity": t.quantity, "hurts": t.hurts, "at": t.at} for t in hurts]
+        if spared is not None:
+            result["copies"] = spared.__dict__
+        if simulated is not None:
+            result["simulated"] = simulated.as_dict()
+        json.dump(result, sys.stdout, indent=2, ensure_ascii=False)
+        sys.stdout.write("\n")
+    else:
+        if translation is not None:
+            console.print(translation.text(), markup=False, highlight=False, soft_wrap=True)
+        tables.print_plan(console, job, machine, advice, request.rows)
+        if advice.best is not None:
+            tables.print_paste(console, job, machine, advice.best, _train_path(request))
+        if request.sweep and swept is not None:
+            tables.print_sweep(console, swept[0], swept[1], hurts)
+        if spared is not None:
+            tables.print_redundancy(console, spared)
+        if simulated is not None:
+            tables.print_simulated(console, simulated)
+    if request.html is not None and swept is not None:
+        _write_page(request.html, job, machine, advice, swept[0], swept[1], console)
+    return advice.best is not None
+
+
+def _shape(request: Request) -> Shape:
+    if request.layers is not None or request.hidden is not None:
+        if request.model is not None:
+            raise SettingsError("give either MODEL or --layers and --hidden, not both")
+        if request.layers is None or request.hidden is None:
+            raise SettingsError("--layers and --hidden go together")
+        return from_sizes(request.layers, request.hidden, heads=request.heads, vocabulary=request.vocabulary)
+    if request.model is None:
+        raise SettingsError("give a MODEL, or --layers and --hidden; `onecopy plan --help` says what it may be")
+    return describe(request.model)
+
+
+def _machine(request: Request, console: Console) -> Machine:
+    host = parse_bytes(request.host_memory) if request.host_memory else None
+    if request.here:
+        from onecopy.planner.here import look
+
+        found, words = look(request.gpus)
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
+        memory = parse_bytes(request.gpu_memory) if request.gpu_memory else found.gpu.memory
+        return replace(found, gpu=found.gpu._replace(memory=memory), host_memory=host or found.host_memory)
+    if request.gpus is None:
+        raise SettingsError("--gpus is needed: how many there are on all nodes (or --here to read this machine)")
+    gpu = gpu_of(
+        request.gpu,
+        memory=parse_bytes(request.gpu_memory) if request.gpu_memory else None,
+        intra=parse_rate(request.intra) if request.intra else None,
+    )
+    return Machine(request.gpus, gpu, request.nodes, parse_rate(request.link), host)
+
+
+def _job(request: Request, shape: Shape, machine: Machine, translation: Translation | None) -> tuple[Job, Wishes]:
+    preset: Preset = _one_of("preset", request.preset, get_args(Preset))
+    precision = _one_of("precision", request.precision, ("bf16", "fp16", "fp32"))
+    optimizer = _one_of("optimizer", request.optimizer, ("foreach", "fused", "for-loop"))
+    checkpointing = request.checkpointing and _one_of("checkpointing", request.checkpointing, CHECKPOINTING)
+    for name, value in (
+        ("seq", request.seq),
+        ("micro-batch", request.micro_batch),
+        ("global-batch", request.global_batch),
+    ):
+        if value is not None and value < 1:
+            raise SettingsError(f"--{name} must be positive; found {value}")
+    sizes = shape.transformer
+    if sizes is not None and sizes.sequence is not None and request.seq > sizes.sequence:
+        raise SettingsError(f"--seq is {request.seq} but the model has {sizes.sequence} positions")
+    job = Job(shape, request.seq if sizes else 1, precision, optimizer)
+    wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, preset)
+    if translation is not None:
+        job = replace(job, precision=translation.precision or job.precision)
+        batch = translation.global_batch
+        if batch is None and translation.micro_batch:
+            batch = translation.micro_batch * (translation.accumulate or 1) * machine.gpus
+        wishes = replace(
+            wishes,
+            stage=translation.stage,
+            micro_batch=wishes.micro_batch or translation.micro_batch,
+            global_batch=wishes.global_batch or batch,
+        )
+    return job, wishes
+
+
+def _one_of(name: str, value: str, known: tuple[Any, ...]) -> Any:
+    if value not in known:
+        close = get_close_matches(value, known, n=1, cutoff=0.0)[0]
+        raise SettingsError(f"--{name} must be one of {', '.join(known)}; found {value!r}, did you mean {close!r}?")
+    return value
+
+
+def _translate(request: Request) -> Translation | None:
+    if request.from_deepspeed and request.from_accelerate:
+        raise SettingsError("give either --from-deepspeed or --from-accelerate, not both")
+    if request.from_deepspeed:
+        from onecopy.integrations.deepspeed import from_deepspeed
+
+        return from_deepspeed(request.from_deepspeed, _config_of(request.model))
+    if request.from_accelerate:
+        from onecopy.integrations.accelerate import from_accelerate
+
+        return from_accelerate(request.from_accelerate)
+    return None
+
+
+def _config_of(model: str | None) -> Any:
+    """Something with the hidden size of a transformers config, for "auto" values."""
+    path = Path(model or "")
+    file = path / "config.json" if path.is_dir() else path
+    if model is None or not file.is_file():
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    from types import SimpleNamespace
+
+    return SimpleNamespace(**values)
+
+
+def _train_path(request: Request) -> str | None:
+    """MODEL if `onecopy train` can take it too."""
+    return request.model if request.model and Path(request.model).exists() else None
+
+
+def _simulate(request: Request, job: Job, option: Any) -> Any:
+    from onecopy.planner.compare import compare
+
+    file = Path(request.model or "")
+    file = file / "config.json" if file.is_dir() else file
+    return compare(job, option, config=file if file.is_file() else None, factory=request.model)
+
+
+def _write_page(
+    path: Path, job: Job, machine: Machine, advice: Any, swept: Any, crossing: float | None, console: Console
+) -> None:
+    from onecopy.planner.page import render
+
+    text = render(job, machine, advice, swept, crossing)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    console.print(f"{path}  {len(text.encode()) / 1e3:,.0f} kB", markup=False, highlight=False, soft_wrap=True)

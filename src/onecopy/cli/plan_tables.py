@@ -1,0 +1,178 @@
+"""The plan as a person reads it in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from onecopy.planner.advice import Advice
+from onecopy.planner.compare import Comparison
+from onecopy.planner.estimate import Estimate, Job
+from onecopy.planner.machine import Machine
+from onecopy.planner.paste import config_toml, shard_call
+from onecopy.planner.quantities import count, gigabytes, rate, seconds
+from onecopy.planner.redundancy import Redundancy
+from onecopy.planner.step import CATEGORIES
+from onecopy.planner.sweep import Curve, Threshold
+from onecopy.stage import Stage
+
+
+def print_plan(console: Console, job: Job, machine: Machine, advice: Advice, rows: int) -> None:
+    """Options, the memory of the one to take, the advice."""
+    sequence = f", sequences of {job.sequence:,}" if job.shape.transformer else ""
+    nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
+    console.print(
+        f"{job.shape.name}: {count(job.shape.parameters)} parameters in {len(job.shape.units)} units, {job.precision}"
+        f"{sequence}, {machine.gpus} GPUs{nodes} of {gigabytes(machine.gpu.memory)}",
+        soft_wrap=True,
+    )
+    if job.shape.transformer is None and not any(unit.activations for unit in job.shape.units):
+        console.print("activations are not known: the module has no example_inputs function to measure them with")
+    first = [] if advice.best is None else [advice.best]
+    _print_options(console, [*first, *advice.estimates], rows)
+    if advice.best is not None:
+        print_memory(console, advice.best)
+    console.print(f"\n{advice.reason}", style="bold", soft_wrap=True, highlight=False)
+    if advice.runner_up is not None:
+        console.print(f"runner-up: {_line(advice.runner_up)}", soft_wrap=True, highlight=False)
+    if advice.later is not None:
+        missing = " and ".join(advice.later.option.missing)
+        console.print(
+            f"not in onecopy yet: {missing}, which would allow {_line(advice.later)}", soft_wrap=True, highlight=False
+        )
+    for number, remedy in enumerate(advice.remedies, 1):
+        console.print(f"{number}. {remedy.words} ({gigabytes(remedy.found.peak)})", soft_wrap=True, highlight=False)
+
+
+def _line(found: Estimate) -> str:
+    return f"{found.option.words()}: {found.tokens_per_second:,.0f} tokens/s, {gigabytes(found.peak)}"
+
+
+def _print_options(console: Console, estimates: Sequence[Estimate], rows: int) -> None:
+    table = Table(title="options, best first; what onecopy does not have yet is marked *", title_justify="left")
+    table.add_column("option", min_width=24)
+    # A narrow terminal shows what decides; --json has it all.
+    names = [name for name in _COLUMNS if console.width >= _WIDE or name in _NARROW]
+    for name in names:
+        left = name in ("in", "fits", "limited by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "limited by")
+    for found in _spread(estimates, rows):
+        cells = {
+            "peak": gigabytes(found.peak),
+            "in": found.peak_phase,
+            "fits": "yes" if found.fits else "no",
+            "host": gigabytes(found.host),
+            "sent": gigabytes(found.bytes_sent),
+            "step": seconds(found.seconds.total),
+            "exposed": seconds(found.seconds.exposed),
+            "tokens/s": f"{found.tokens_per_second:,.0f}",
+            "limited by": found.limited_by,
+        }
+        words = found.option.words() + ("" if found.available else " *")
+        table.add_row(words, *(cells[name] for name in names))
+    console.print(table)
+
+
+_COLUMNS: Final = ("peak", "in", "fits", "host", "sent", "step", "exposed", "tokens/s", "limited by")
+_NARROW: Final = ("peak", "fits", "step", "tokens/s")
+_WIDE: Final = 140
+"""Characters from which all columns are shown."""
+
+
+def _spread(estimates: Sequence[Estimate], rows: int) -> list[Estimate]:
+    """The best option of each kind first, so that every stage is seen; then the rest."""
+    kinds: dict[tuple[object, ...], Estimate] = {}
+    for found in estimates:
+        option = found.option
+        kinds.setdefault((option.stage, option.checkpointing, option.offload, option.shard), found)
+    return list(kinds.values())[:rows]
+
+
+def print_memory(console: Console, found: Estimate) -> None:
+    """Bytes by category, phase by phase."""
+    table = Table(title=f"memory of a rank: {found.option.words()}", title_justify="left")
+    table.add_column("category")
+    for phase in found.peaks:
+        table.add_column(phase, justify="right")
+    for category in CATEGORIES:
+        sizes = [peak.get(category, 0.0) for peak in found.peaks.values()]
+        if any(sizes):
+            name = _LABELS.get(category, category.replace("_", " "))
+            table.add_row(name, *(gigabytes(size) if size else "" for size in sizes))
+    table.add_section()
+    table.add_row("all", *(gigabytes(sum(peak.values())) for peak in found.peaks.values()))
+    console.print(table)
+    notes = [
+        "load: the whole fp32 model beside its slices; "
+        + ("too much, so build it on meta" if found.loads_on_meta else "a model built on meta needs less"),
+        "save: whole fp32 parameters inside onecopy.gathered; slices need nothing on top",
+    ]
+    console.print("\n".join(notes), style="dim", soft_wrap=True, highlight=False)
+
+
+_LABELS = {"other": "context, allocator, other"}
+
+
+def print_paste(console: Console, job: Job, machine: Machine, found: Estimate, model: str | None) -> None:
+    """The call and the config."""
+    console.print("\nIn a script:\n", style="bold")
+    console.print(shard_call(job, found), markup=False, highlight=False, soft_wrap=True)
+    console.print("\nFor `onecopy train`:\n", style="bold")
+    console.print(config_toml(job, machine, found, model), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_sweep(console: Console, swept: Sequence[Curve], crossing: float | None, hurts: Sequence[Threshold]) -> None:
+    """Step times over the link's bandwidth, and where stage 3 begins to hurt."""
+    table = Table(title="step time over the link's bandwidth, same micro-batches", title_justify="left")
+    table.add_column("link", justify="right")
+    for curve in swept:
+        table.add_column(f"stage {curve.stage}", justify="right")
+    for place, (bandwidth, _) in enumerate(swept[0].points):
+        if place % 3 == 0:
+            table.add_row(rate(bandwidth), *(seconds(curve.points[place][1]) for curve in swept))
+    console.print(table)
+    where = "nowhere in this range" if crossing is None else f"at {rate(crossing)}"
+    console.print(f"stage 3 takes a tenth longer than stage 2: {where}", soft_wrap=True, highlight=False)
+    for threshold in hurts:
+        console.print(f"  {threshold.text()}", soft_wrap=True, highlight=False)
+
+
+def print_redundancy(console: Console, found: Redundancy) -> None:
+    """What copies cost and save."""
+    table = Table(title=f"{found.copies} copies of each slice, {found.days:g} days", title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    rows = {
+        "lost with one rank, without copies": gigabytes(found.unique),
+        "memory more on each rank": gigabytes(found.memory),
+        "sent more by each rank in a step": gigabytes(found.traffic),
+        "failures expected": f"{found.failures:,.2f}",
+        **{f"every slice survives {lost} lost at once": f"{odds:.2%}" for lost, odds in found.survival.items()},
+        "best time between checkpoints, without copies": f"{found.checkpoint_every / 3600:,.1f} h",
+        "lost in the run without copies": f"{found.lost_without / 3600:,.2f} h",
+        "lost in the run with copies": f"{found.lost_with / 3600:,.2f} h",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+    console.print("copies for recovery are not in onecopy yet; a mesh with a replicate axis holds them, without it")
+
+
+def print_simulated(console: Console, found: Comparison) -> None:
+    """The engine on fake tensors beside the formulas."""
+    table = Table(
+        title=f"formulas beside the engine on fake tensors, {found.ranks} ranks, stage {found.stage}",
+        title_justify="left",
+    )
+    table.add_column("phase")
+    for name in ("category", "formula", "engine", "difference"):
+        table.add_column(name, justify="left" if name == "category" else "right")
+    for phase, category, formula, engine in found.rows:
+        difference = f"{formula / engine - 1:+.2%}" if engine else ""
+        table.add_row(phase, category.replace("_", " "), gigabytes(formula), gigabytes(engine), difference)
+    console.print(table)
+    kind = "hybrid sharding" if Stage.of(found.stage).shards_optimizer and found.replicate > 1 else "all ranks"
+    console.print(f"sent by the engine in a step: {gigabytes(found.bytes_sent)} ({kind})", highlight=False)

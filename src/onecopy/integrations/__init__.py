@@ -1,0 +1,1 @@
+"""Integrations: other libraries' settings, read into onecopy's own."""

@@ -1,0 +1,238 @@
+"""DeepSpeed: its JSON settings in onecopy's terms. Nothing of DeepSpeed is imported.
+
+"auto" values become what Hugging Face's integration makes of them: reduce bucket h², prefetch bucket 0.9h², persistence
+threshold 10h, with h the model's hidden size; batch sizes and the like are left to the training script.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from onecopy.errors import SettingsError
+from onecopy.integrations.translation import AUTO, Rule, Translation, apply_rules
+from onecopy.stage import Stage
+
+_UNITS = "gradients are sent unit by unit, each in one buffer of its size"
+_SCRIPT = "left to the training script by 'auto'"
+_NOT_YET = "onecopy does not have this yet"
+_LOSS_SCALE = "scaling the loss is torch.amp.GradScaler's work, in the loop"
+
+
+def from_deepspeed(config: str | Path | Mapping[str, Any], model: Any = None) -> Translation:
+    """Translate DeepSpeed's settings.
+
+    Args:
+        config: the JSON file or what is in it.
+        model: whose hidden size "auto" bucket sizes go by (``model.config.hidden_size``, as Hugging Face reads it);
+            without one they stay unresolved, which changes nothing that onecopy does.
+
+    Returns:
+        A `Translation`: ``onecopy.shard(model, **translation.arguments)``; ``translation.ignored`` lists every key
+        that has no effect, and why.
+
+    Raises:
+        SettingsError: if the file cannot be read, or a value is none that DeepSpeed takes.
+    """
+    values = config if isinstance(config, Mapping) else _read(Path(config))
+    translation = Translation()
+    for name, formula in _AUTO_SIZES.items():
+        if values.get("zero_optimization", {}).get(name) == AUTO and (hidden := hidden_size(model)) is not None:
+            translation.resolved[f"zero_optimization.{name}"] = formula(hidden)
+    apply_rules(translation, values, _RULES)
+    _check_batches(translation)
+    return translation
+
+
+def hidden_size(model: Any) -> int | None:
+    """The hidden size by which Hugging Face resolves "auto": the config's or its text model's; the largest of many."""
+    config = getattr(model, "config", model)
+    for holder in (config, getattr(config, "text_config", None)):
+        if isinstance(size := getattr(holder, "hidden_size", None), int):
+            return size
+        if sizes := getattr(holder, "hidden_sizes", None):
+            return int(max(sizes))
+    return None
+
+
+_AUTO_SIZES: Final[dict[str, Callable[[int], int]]] = {
+    "reduce_bucket_size": lambda hidden: hidden * hidden,
+    "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
+    "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
+}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"cannot read DeepSpeed's settings from {str(path)!r}: {error}") from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"{str(path)!r} must hold a JSON object; found {type(values).__name__}")
+    return values
+
+
+def _check_batches(found: Translation) -> None:
+    if found.global_batch is None or found.micro_batch is None:
+        return
+    pieces = found.micro_batch * (found.accumulate or 1)
+    if found.global_batch % pieces:
+        raise SettingsError(
+            f"train_batch_size ({found.global_batch}) must be a multiple of train_micro_batch_size_per_gpu × "
+            f"gradient_accumulation_steps ({found.micro_batch} × {found.accumulate or 1})"
+        )
+
+
+def _stage(found: Translation, value: Any) -> str | None:
+    found.stage = Stage.of(value).number
+    return None
+
+
+def _number(attribute: str, found: Translation, value: Any) -> str | None:
+    if value == AUTO:
+        return _SCRIPT
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise SettingsError(f"{attribute} of DeepSpeed's settings must be a number or 'auto'; found {value!r}")
+    setattr(found, attribute, value)
+    return None
+
+
+def _clip(found: Translation, value: Any) -> str | None:
+    why = _number("clip_norm", found, value)
+    return why or "clipping is the loop's: torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)"
+
+
+def _precision(name: str, found: Translation, value: Any) -> str | None:
+    if value == AUTO:
+        return _SCRIPT
+    if value:
+        found.precision = name
+    return None
+
+
+def _prefetch(found: Translation, value: Any) -> str | None:
+    found.prefetch = 0 if value == 0 else 1
+    return f"onecopy prefetches whole units: prefetch={found.prefetch}"
+
+
+def _offload(what: str, found: Translation, value: Any) -> str | None:
+    device = value.get("device", "none") if isinstance(value, Mapping) else "cpu" if value else "none"
+    return None if device in ("none", None) else f"{what} stay on the device: {_NOT_YET}"
+
+
+def _optimizer(found: Translation, value: Any) -> str | None:
+    found.optimizer = {"type": value.get("type"), **value.get("params", {})}
+    return "the optimizer is the script's own; its arguments are in `optimizer`"
+
+
+def _mics(found: Translation, value: Any) -> str | None:
+    if isinstance(value, int) and value > 0:
+        found.shard = value
+        return "becomes a mesh with that many ranks on its shard axis"
+    return None
+
+
+def _hpz(found: Translation, value: Any) -> str | None:
+    return None if value in (1, None) else f"a second copy of parameters in each node: {_NOT_YET}"
+
+
+def _checkpoints(found: Translation, value: Any) -> str | None:
+    found.checkpointing = True
+    return "only takes effect through DeepSpeed's own checkpoint function; use torch.utils.checkpoint"
+
+
+def _off(what: str, found: Translation, value: Any) -> str | None:
+    return f"{what}: {_NOT_YET}" if value else None
+
+
+_ZERO: Final[dict[str, Rule]] = {
+    "stage": _stage,
+    "reduce_bucket_size": _UNITS,
+    "allgather_bucket_size": _UNITS,
+    "allgather_partitions": "slices are always gathered with an all-gather",
+    "reduce_scatter": "gradients are always reduce-scattered, at the paper's volume",
+    "overlap_comm": "collectives always overlap computing",
+    "contiguous_gradients": "gradients always leave through one flat buffer a unit",
+    "round_robin_gradients": "slices are contiguous",
+    "sub_group_size": "the optimizer steps over its slices at once",
+    "stage3_prefetch_bucket_size": _prefetch,
+    "stage3_param_persistence_threshold": "small parameters are gathered with their unit",
+    "stage3_model_persistence_threshold": "small parameters are gathered with their unit",
+    "stage3_max_live_parameters": "what is live is the root, the unit that computes and the prefetched ones",
+    "stage3_max_reuse_distance": "a unit is released when it has computed",
+    "stage3_gather_16bit_weights_on_model_save": "saving whole parameters is `with onecopy.gathered(model):`",
+    "stage3_gather_fp16_weights_on_model_save": "saving whole parameters is `with onecopy.gathered(model):`",
+    "ignore_unused_parameters": "unused parameters are always allowed",
+    "elastic_checkpoint": "checkpoints are not DeepSpeed's",
+    "load_from_fp32_weights": "checkpoints are not DeepSpeed's",
+    "legacy_stage1": "there is one engine for all stages",
+    "memory_efficient_linear": "modules are left as they are",
+    "use_multi_rank_bucket_allreduce": _UNITS,
+    "offload_optimizer": partial(_offload, "optimizer states"),
+    "offload_param": partial(_offload, "parameters"),
+    "cpu_offload": partial(_offload, "optimizer states"),
+    "cpu_offload_params": partial(_offload, "parameters"),
+    "mics_shard_size": _mics,
+    "mics_hierarchical_params_gather": "gathers stay within the shard axis",
+    "zero_hpz_partition_size": _hpz,
+    "zero_quantized_weights": partial(_off, "quantised gathers"),
+    "zero_quantized_nontrainable_weights": partial(_off, "quantised gathers"),
+    "zero_quantized_gradients": partial(_off, "quantised reduces"),
+}
+
+_RULES: Final[dict[str, Rule]] = {
+    **{f"zero_optimization.{name}": rule for name, rule in _ZERO.items()},
+    "train_batch_size": partial(_number, "global_batch"),
+    "train_micro_batch_size_per_gpu": partial(_number, "micro_batch"),
+    "gradient_accumulation_steps": partial(_number, "accumulate"),
+    "gradient_clipping": _clip,
+    "bf16.enabled": partial(_precision, "bf16"),
+    "bfloat16.enabled": partial(_precision, "bf16"),
+    "fp16.enabled": partial(_precision, "fp16"),
+    **{
+        f"fp16.{name}": _LOSS_SCALE
+        for name in (
+            "loss_scale",
+            "initial_scale_power",
+            "loss_scale_window",
+            "hysteresis",
+            "consecutive_hysteresis",
+            "min_loss_scale",
+        )
+    },
+    "fp16.auto_cast": "the model's inputs are always cast to the compute dtype",
+    "optimizer": _optimizer,
+    "scheduler": "the learning rate's schedule is the script's own",
+    "activation_checkpointing": _checkpoints,
+    "zero_allow_untested_optimizer": "every elementwise optimizer works",
+    "zero_force_ds_cpu_optimizer": "there is no CPU optimizer",
+    "prescale_gradients": "gradients are averaged with an fp32 sum, or by NCCL",
+    "gradient_predivide_factor": "gradients are averaged with an fp32 sum, or by NCCL",
+    "sparse_gradients": "sparse gradients are made dense",
+    "communication_data_type": "gradients travel in the compute dtype; onecopy.Precision(reduce=) changes it",
+    "data_types.grad_accum_dtype": "gradients are summed in fp32; onecopy.Precision(accumulate=) changes it",
+    "aio": "nothing is read from or written to NVMe",
+    **dict.fromkeys(
+        (
+            "steps_per_print",
+            "wall_clock_breakdown",
+            "dump_state",
+            "memory_breakdown",
+            "flops_profiler",
+            "comms_logger",
+            "tensorboard",
+            "wandb",
+            "csv_monitor",
+            "autotuning",
+            "elasticity",
+            "checkpoint",
+            "data_efficiency",
+            "curriculum_learning",
+            "compression_training",
+        ),
+        "a tool of DeepSpeed's own",
+    ),
+}

@@ -1,0 +1,104 @@
+"""Translation: what another library's settings are in onecopy, and what became of every one of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """A key that has no effect in onecopy.
+
+    Attributes:
+        key: with dots between levels.
+        value: as it was written.
+        why: what stands in its place, or that nothing does.
+    """
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass
+class Translation:
+    """Settings of another library in onecopy's terms.
+
+    Attributes:
+        stage: 0 to 3.
+        precision: for `onecopy.shard`.
+        accumulate: micro-batches in a step; None where the file leaves it to the training script.
+        micro_batch, global_batch: samples; None likewise.
+        prefetch: units gathered ahead.
+        units: names of modules, or "auto".
+        shard: ranks that share slices when not all do; None for all.
+        checkpointing: whether activations are to be checkpointed.
+        clip_norm: for `torch.nn.utils.clip_grad_norm_` in the loop.
+        optimizer: name and arguments of the optimizer, if the file makes one.
+        resolved: values that were "auto", and what they became.
+        ignored: every key without effect.
+    """
+
+    stage: int = 0
+    precision: str | None = None
+    accumulate: int | None = None
+    micro_batch: int | None = None
+    global_batch: int | None = None
+    prefetch: int = 1
+    units: str | list[str] = "auto"
+    shard: int | None = None
+    checkpointing: bool = False
+    clip_norm: float | None = None
+    optimizer: dict[str, Any] | None = None
+    resolved: dict[str, Any] = field(default_factory=dict)
+    ignored: list[Ignored] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `onecopy.shard`; a mesh for ``shard`` is the caller's to make."""
+        return {
+            "stage": self.stage,
+            "precision": self.precision,
+            "accumulate": self.accumulate or 1,
+            "prefetch": self.prefetch,
+            "units": self.units,
+        }
+
+    def text(self) -> str:
+        """Everything, one line each."""
+        lines = [f"{name} = {value!r}" for name, value in self.arguments.items()]
+        extra = {
+            "micro_batch": self.micro_batch,
+            "global_batch": self.global_batch,
+            "shard": self.shard,
+            "checkpointing": self.checkpointing or None,
+            "clip_norm": self.clip_norm,
+            "optimizer": self.optimizer,
+        }
+        lines += [f"{name}: {value!r}" for name, value in extra.items() if value is not None]
+        lines += [f"auto: {name} = {value!r}" for name, value in self.resolved.items()]
+        lines += [f"ignored: {found.key} = {found.value!r}: {found.why}" for found in self.ignored]
+        return "\n".join(lines)
+
+
+Rule = str | Callable[[Translation, Any], str | None]
+"""What happens to a key: why it is ignored, or a function that uses the value and may say why it did not."""
+
+
+def apply_rules(
+    translation: Translation, values: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str = ""
+) -> None:
+    """Run every leaf of ``values`` through its rule; those without one are listed as unknown."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        rule = rules.get(key)
+        if rule is None and isinstance(value, Mapping):
+            apply_rules(translation, value, rules, f"{key}.")
+            continue
+        why = rule(translation, value) if callable(rule) else rule or "not a key that onecopy knows"
+        if why is not None:
+            translation.ignored.append(Ignored(key, value, why))

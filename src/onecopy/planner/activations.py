@@ -1,0 +1,121 @@
+"""Activations: bytes that forward keeps for backward, by ZeRO §6.1 and Korthikanti et al. (MLSys 2023).
+
+b samples in a micro-batch, s tokens in a sequence, h hidden, L layers, a heads, t tensor-parallel degree, M
+model-parallel degree. What a linear layer keeps grows with b·s·h; attention without a fused kernel adds the
+a·s² scores.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+Recompute = Literal["none", "selective", "full"]
+
+HIDDEN_COPIES: Final = {"gpt2": 34 / 2, "llama": 28, "smollm2": 24, "qwen3": 38, "gemma": 48}
+"""Copies of the hidden state that one layer keeps, of 2 bytes each: 34sbh for a GPT (Korthikanti); others as measured
+on SmolLM2-1.7B (24), Llama-3.1-8B (28), Qwen3-4B (38) and gemma-1.1-2b (48) with fused attention."""
+
+LOGITS_BYTES: Final = 6
+"""Bytes for each of the b·s·vocab logits: fp32 for the loss, and their half-width originals or gradients."""
+
+
+def layer_bytes(
+    micro_batch: int,
+    sequence: int,
+    hidden: int,
+    heads: int,
+    *,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+    fused_attention: bool = False,
+) -> float:
+    """Bytes that one GPT layer keeps in 16-bit training, without checkpoints unless asked.
+
+    Source: Korthikanti et al.. sbh(34 + 5as/h) on one device; sbh(10 + 24/t + 5as/(ht)) with tensor parallelism;
+    (sbh/t)(34 + 5as/h) with sequence parallelism too; 34sbh/t with selective recomputation, which a fused attention
+    kernel amounts to; 2sbh with full recomputation.
+
+    Args:
+        micro_batch: b.
+        sequence: s.
+        hidden: h.
+        heads: a.
+        tensor_parallel: t.
+        sequence_parallel: the parts that tensor parallelism leaves whole are split along the sequence.
+        recompute: "selective" recomputes attention, "full" the whole layer.
+        fused_attention: a kernel that keeps no scores (FlashAttention); drops the 5as/h term.
+    """
+    sbh = float(sequence * micro_batch * hidden)
+    scores = 0.0 if fused_attention or recompute == "selective" else 5 * heads * sequence / hidden
+    if recompute == "full":
+        return 2 * sbh
+    if sequence_parallel:
+        return sbh / tensor_parallel * (34 + scores)
+    return sbh * (10 + (24 + scores) / tensor_parallel)
+
+
+def copies_bytes(micro_batch: int, sequence: int, hidden: int, copies: float, element_bytes: float = 2) -> float:
+    """Bytes that one layer keeps when it keeps ``copies`` of the hidden state (`HIDDEN_COPIES`)."""
+    return copies * micro_batch * sequence * hidden * element_bytes
+
+
+def checkpoint_bytes(
+    micro_batch: int,
+    sequence: int,
+    hidden: int,
+    layers: int,
+    *,
+    model_parallel: int = 1,
+    partitioned: bool = False,
+    on_cpu: bool = False,
+    element_bytes: float = 2,
+    layers_per_checkpoint: int = 1,
+) -> float:
+    """Bytes on the device of one activation checkpoint a layer: 2bshL in fp16.
+
+    Source: ZeRO §6.1 and §8 (P_a divides by M, P_a+cpu leaves almost nothing); ZeRO-Infinity for ``ci`` layers
+    between checkpoints. The 100B example of ZeRO §6.1 prints 33 GB, which is half of what this gives (67.1 GB): it
+    holds at one byte an element; its §3.2 says "around 60 GB". The 16-fold reduction by P_a agrees.
+
+    Args:
+        model_parallel: M.
+        partitioned: P_a, each of the M ranks keeps its part.
+        on_cpu: P_a+cpu, parts move to host memory.
+        layers_per_checkpoint: ci.
+    """
+    if on_cpu:
+        return 0.0
+    whole = element_bytes * micro_batch * sequence * hidden * layers / layers_per_checkpoint
+    return whole / model_parallel if partitioned else whole
+
+
+def total_bytes_estimate(micro_batch: int, sequence: int, hidden: int, layers: int, element_bytes: float = 2) -> float:
+    """Bytes of all activations of a GPT without checkpoints: 12·h·b·s·L elements (ZeRO §3.2)."""
+    return 12.0 * hidden * micro_batch * sequence * layers * element_bytes
+
+
+def logits_bytes(micro_batch: int, sequence: int, vocabulary: int, *, each: float = LOGITS_BYTES) -> float:
+    """Bytes of the logits around the loss: 4 to 6 for each of b·s·vocab, on top of all layers."""
+    return each * micro_batch * sequence * vocabulary
+
+
+def working_bytes(
+    micro_batch: int, sequence: int, hidden: int, heads: int, layers_per_checkpoint: int = 1, *, fused: bool = False
+) -> float:
+    """Bytes recomputed between two checkpoints: b·s·ci·(16h + 2as) (ZeRO-Infinity)."""
+    scores = 0 if fused else 2 * heads * sequence
+    return float(micro_batch * sequence * layers_per_checkpoint * (16 * hidden + scores))
+
+
+def largest_linear_bytes(hidden: int) -> float:
+    """Bytes of the largest linear layer's parameters and gradients in fp16: 4·h·4h (ZeRO-Infinity)."""
+    return 4.0 * hidden * 4 * hidden
+
+
+def block_parallel_elements(micro_batch: int, sequence: int, hidden: int, *, partitioned: bool = False) -> float:
+    """Elements of activations that tensor parallelism sends for one transformer block: 12·b·s·h; P_a adds b·s·h.
+
+    Source: ZeRO §8.
+    """
+    return (13.0 if partitioned else 12.0) * micro_batch * sequence * hidden

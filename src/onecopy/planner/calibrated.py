@@ -1,0 +1,34 @@
+"""Calibrated: the constants that no formula gives, as fitted on real runs by `benchmarks/calibrate_planner.py`.
+
+Half of the Ultra-Scale Playbook's runs with data parallelism alone or beside tensor parallelism within a node, on H100;
+docs/planner.md gives the errors on the other half.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+UTILISATION: Final = 0.378
+"""Share of the peak that computing reaches at a hidden size of 2048 while no message is waited for. Fitted."""
+
+GROWTH: Final = 0.274
+"""How that share grows with the hidden size, see `utilisation`. Fitted."""
+
+LINK_EFFICIENCY: Final = 0.491
+"""Share of a link's data-sheet bandwidth that a collective reaches amid training. Fitted; in a benchmark of NCCL alone
+it is 0.8 to 0.9."""
+
+CROWDING: Final = 0.158
+"""How much slower a collective gets with each doubling of the nodes that it spans. Fitted."""
+
+LATENCY: Final = 2.3e-5
+"""Seconds of one round of a ring, a layer a message. Fitted; NCCL alone takes about 6e-6."""
+
+HIDDEN_SHARE: Final = 0.5
+"""Share of computing behind which collectives hide. An assumption: the fitted runs hide next to nothing (0.02), for
+nanotron sends after backward, while onecopy sends during it; no GPU has measured how much of that hides."""
+
+
+def utilisation(hidden: int, base: float = UTILISATION, growth: float = GROWTH) -> float:
+    """Share of the peak that computing reaches, more with wider layers: base · (hidden / 2048)^growth, 0.55 at most."""
+    return float(min(0.55, base * (hidden / 2048) ** growth))

@@ -1,0 +1,119 @@
+"""Paste: a plan as what a user writes: the call, the training job's config, and the whole plan as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from onecopy.planner.advice import Advice
+from onecopy.planner.estimate import Estimate, Job
+from onecopy.planner.machine import Machine
+from onecopy.stage import Stage
+
+
+def shard_call(job: Job, found: Estimate) -> str:
+    """Python that shards a model as planned."""
+    option = found.option
+    arguments = [f"stage={option.stage}", f'precision="{job.precision}"']
+    lines = []
+    if option.replicate > 1 and Stage.of(option.stage).shards_optimizer:
+        lines.append(
+            f'mesh = torch.distributed.init_device_mesh("cuda", ({option.replicate}, {option.shard}), '
+            f'mesh_dim_names=("replicate", "shard"))'
+        )
+        arguments.append("mesh=mesh")
+    if option.accumulate > 1:
+        arguments.append(f"accumulate={option.accumulate}")
+    if option.checkpointing == "units":
+        lines.append("model.gradient_checkpointing_enable()  # or torch.utils.checkpoint around each block")
+    if found.loads_on_meta:
+        lines.append('# built inside `with torch.device("meta"):`, for it does not fit beside its slices')
+    lines.append(f"model = onecopy.shard(model, {', '.join(arguments)})")
+    if found.loads_on_meta:
+        lines.append('onecopy.materialize(model, device="cuda")')
+    if job.implementation == "fused":
+        lines.append("optimizer = torch.optim.AdamW(model.parameters(), fused=True)")
+    return "\n".join(lines)
+
+
+def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) -> str:
+    """The keys of `onecopy train`'s config that the plan decides.
+
+    Args:
+        model: path of a transformers model or config; None leaves it out.
+    """
+    option = found.option
+    lines = []
+    if model is not None:
+        lines += ["[model]", f'path = "{model}"', ""]
+    lines += [
+        "[data]",
+        f"sequence_length = {job.sequence}",
+        f"batch = {option.micro_batch * option.accumulate * machine.gpus}",
+        "",
+        "[parallel]",
+        f"stage = {option.stage}",
+        f"ranks = {machine.gpus}",
+        f"accumulate = {option.accumulate}",
+    ]
+    if job.precision in ("bf16", "fp32"):
+        lines.append(f'precision = "{job.precision}"')
+    if Stage.of(option.stage).shards_optimizer and option.replicate > 1:
+        lines.append(f"replicate = {option.replicate}")
+    lines += ["", "[optimizer]", f'implementation = "{job.implementation}"']
+    if option.checkpointing != "off":
+        lines.append(
+            f"# The plan also checkpoints activations ({option.checkpointing}); this config has no key for it."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def as_dict(job: Job, machine: Machine, advice: Advice) -> dict[str, Any]:
+    """The whole plan for programs: bytes, seconds and tokens a second, every option with what it needs."""
+    return {
+        "model": {
+            "name": job.shape.name,
+            "parameters": job.shape.parameters,
+            "units": len(job.shape.units),
+            "transformer": asdict(job.shape.transformer) if job.shape.transformer else None,
+        },
+        "sequence": job.sequence,
+        "precision": job.precision,
+        "machine": {
+            "gpus": machine.gpus,
+            "nodes": machine.nodes,
+            "gpu": machine.gpu._asdict(),
+            "link": machine.link,
+            "host_memory": machine.host_memory,
+        },
+        "reason": advice.reason,
+        "best": estimate_dict(advice.best),
+        "runner_up": estimate_dict(advice.runner_up),
+        "later": estimate_dict(advice.later),
+        "remedies": [
+            {"words": remedy.words, "available": remedy.available, "estimate": estimate_dict(remedy.found)}
+            for remedy in advice.remedies
+        ],
+        "options": [estimate_dict(found) for found in advice.estimates],
+    }
+
+
+def estimate_dict(found: Estimate | None) -> dict[str, Any] | None:
+    """One option for programs."""
+    if found is None:
+        return None
+    return {
+        "option": asdict(found.option),
+        "available": found.available,
+        "missing": list(found.option.missing),
+        "fits": found.fits,
+        "peak_bytes": found.peak,
+        "peak_phase": found.peak_phase,
+        "limit_bytes": found.limit,
+        "memory": found.peaks,
+        "host_bytes": found.host,
+        "bytes_sent": found.bytes_sent,
+        "seconds": {**found.seconds._asdict(), "total": found.seconds.total},
+        "tokens_per_second": found.tokens_per_second,
+        "limited_by": found.limited_by,
+    }

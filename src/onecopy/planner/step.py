@@ -1,0 +1,338 @@
+"""Step: what the engine holds at each moment of a step, unit by unit, as its schedule does it.
+
+The paper's formulas (`memory.py`) say what is held between steps; this file adds what comes and goes: the gathered
+window and what is prefetched, gradients on their way, the temporaries of the update. It follows `sharding/` closely:
+
+    forward    the root and the unit that computes are whole, ``prefetch`` more; stages 0 to 2 keep what was gathered
+    backward   the same, backwards; one unit's gradients arrive while those of the two before are being sent
+    step       slices alone (stage 3), the optimizer's states, its temporaries
+
+Bytes are those of tensors, by the meter's categories and three more (`CATEGORIES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal
+
+from onecopy.planner.buffers import optimizer_temporary_bytes, staging_bytes
+from onecopy.sharding.layout import ALIGNMENT, Layout
+from onecopy.stage import Stage
+
+Phase = Literal["load", "forward", "backward", "step", "save"]
+Sizes = dict[str, float]
+
+CATEGORIES: Final = (
+    "parameters_sliced",
+    "parameters_gathered",
+    "gradients_whole",
+    "gradients_sliced",
+    "optimizer",
+    "activations",
+    "communication",
+    "logits",
+    "optimizer_temporaries",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A scope gathered as one.
+
+    Attributes:
+        name: "" is the root, whose forward contains all others.
+        numels: elements of each parameter.
+        activations: bytes that its forward keeps for backward, of one micro-batch.
+        working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
+        logits: of the root, bytes kept after its last inner unit: the head's and the loss's, gone first in backward.
+    """
+
+    name: str
+    numels: tuple[int, ...]
+    activations: float = 0.0
+    working: float = 0.0
+    logits: float = 0.0
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.numels)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element, as `onecopy.Precision` names them."""
+
+    compute: int = 2
+    reduce: int = 2
+    accumulate: int = 4
+    master: int = 4
+
+    @staticmethod
+    def of(precision: str) -> Widths:
+        """Those of "bf16", "fp16" or "fp32"."""
+        return Widths(4, 4) if precision == "fp32" else Widths()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What of the engine's settings decides over memory.
+
+    Attributes:
+        stage: 0 to 3.
+        shard: N, ranks over which slices lie; the engine takes 1 at stage 0.
+        replicate: copies of each slice.
+        micro_batches: g.
+        prefetch: units gathered ahead.
+        widths: bytes of elements.
+        optimizer_tensors: states of a parameter's shape in the master dtype; 2 for Adam.
+        implementation: of the optimizer: "foreach", "fused" or "for-loop".
+        native: the backend has a reduce-scatter of its own (NCCL); gloo's transport stages what peers send instead.
+    """
+
+    stage: int
+    shard: int
+    replicate: int = 1
+    micro_batches: int = 1
+    prefetch: int = 1
+    widths: Widths = Widths()
+    optimizer_tensors: int = 2
+    implementation: str = "foreach"
+    native: bool = True
+
+    @property
+    def slices(self) -> int:
+        """Into how many slices a bucket is cut."""
+        return self.shard if Stage.of(self.stage).shards_optimizer else 1
+
+    @property
+    def copies(self) -> int:
+        return self.replicate if Stage.of(self.stage).shards_optimizer else self.shard * self.replicate
+
+
+def layout(unit: Unit, plan: Schedule) -> Layout:
+    """How the unit's parameters lie; with N slices, each a multiple of 8 elements for every copy."""
+    return _layout(unit.numels, plan.slices, ALIGNMENT * plan.copies)
+
+
+# Blocks are alike: one layout serves them all, over all options of a search.
+_layout = lru_cache(maxsize=4096)(Layout)
+
+
+@lru_cache(maxsize=4096)
+def _own_numel(numels: tuple[int, ...], slices: int, multiple: int) -> int:
+    """Elements of parameters, without padding, in the first rank's slice."""
+    return sum(part.numel for part in _layout(numels, slices, multiple).segments(0))
+
+
+def step_bytes(units: Sequence[Unit], plan: Schedule) -> dict[Phase, Sizes]:
+    """For forward, backward and step the categories in bytes on the first rank at the highest moment.
+
+    Args:
+        units: in the order of forward, the root first; units without parameters count too.
+
+    Raises:
+        SettingsError: if there is no such stage.
+    """
+    highest: dict[Phase, Sizes] = {}
+    for phase, sizes in _moments([unit for unit in units if unit.numels], plan):
+        if phase not in highest or sum(sizes.values()) > sum(highest[phase].values()):
+            highest[phase] = sizes
+    return highest
+
+
+def held_between_steps(units: Sequence[Unit], plan: Schedule) -> Sizes:
+    """Bytes by category when the optimizer has just stepped and gradients are still there."""
+    moments = [sizes for phase, sizes in _moments([u for u in units if u.numels], plan) if phase == "step"]
+    return {**moments[-1], "optimizer_temporaries": 0.0}
+
+
+class _Held:
+    """Closed sums over units, and the moving parts."""
+
+    def __init__(self, units: Sequence[Unit], plan: Schedule) -> None:
+        self.units = units
+        self.plan = plan
+        self.kind = Stage.of(plan.stage)
+        self.layouts = [layout(unit, plan) for unit in units]
+        self.padded = [one.padded_numel for one in self.layouts]
+        self.slices = [one.slice_numel for one in self.layouts]
+        self.own = [_own_numel(one.numels, one.num_slices, one.multiple) for one in self.layouts]
+        self.aliased = plan.slices == 1 and plan.widths.compute == plan.widths.master
+        self.alone = plan.slices * plan.copies == 1
+        self.wire = plan.widths.accumulate if self.alone else plan.widths.reduce
+        self.total = sum(self.padded)
+        self.total_own = sum(self.own)
+        self._base = self._constant()
+
+    def _constant(self) -> Sizes:
+        widths, plan = self.plan.widths, self.plan
+        base: Sizes = dict.fromkeys(CATEGORIES, 0.0)
+        base["parameters_sliced"] = float(widths.master * sum(self.slices))
+        if plan.optimizer_tensors:
+            counters = 4.0 * sum(len(unit.numels) for unit in self.units)
+            base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
+        if not plan.native and not self.alone:
+            ranks = plan.slices if plan.slices > 1 else plan.copies
+            base["communication"] = staging_bytes(max(self.padded), ranks, self.wire)
+        return base
+
+    def sizes(self, **moving: float) -> Sizes:
+        """All categories; those not given stay as they are all the time."""
+        return self._base | moving
+
+    def gathered(self, present: Sequence[int]) -> float:
+        """Bytes of whole parameters while the units ``present`` are needed."""
+        if self.aliased:
+            return 0.0
+        numel = sum(self.padded[i] for i in set(present)) if self.kind.shards_parameters else self.total
+        return float(self.plan.widths.compute * numel)
+
+
+def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Sizes]]:
+    held = _Held(units, plan)
+    yield from _forward(held)
+    yield from _backward(held)
+    widths = plan.widths
+    temporaries = optimizer_temporary_bytes(held.total_own, plan.implementation, master_bytes=widths.master)
+    yield (
+        "step",
+        held.sizes(
+            parameters_gathered=held.gathered(()),
+            gradients_sliced=float(widths.master * held.total_own),
+            optimizer_temporaries=temporaries,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Nesting:
+    """Units inside of units, by their names; the root is around all.
+
+    Attributes:
+        around: for each unit those whose forward contains its own, and itself.
+        backward: the order in which backward comes to units: a unit before those inside of it.
+        finished: the order in which backward leaves them: a unit after those inside of it.
+    """
+
+    around: list[list[int]]
+    backward: list[int]
+    finished: list[int]
+
+    @staticmethod
+    def of(units: Sequence[Unit]) -> _Nesting:
+        names = [unit.name for unit in units]
+        around: list[list[int]] = []
+        inside: dict[int, list[int]] = {}
+        for i, name in enumerate(names):
+            outer = [k for k in range(i) if names[k] == "" or name.startswith(names[k] + ".")]
+            around.append([*outer, i])
+            inside.setdefault(outer[-1] if outer else -1, []).append(i)
+        backward: list[int] = []
+        finished: list[int] = []
+
+        def visit(i: int) -> None:
+            backward.append(i)
+            for child in reversed(inside.get(i, [])):
+                visit(child)
+            finished.append(i)
+
+        for i in reversed(inside.get(-1, [])):
+            visit(i)
+        return _Nesting(around, backward, finished)
+
+
+def _carried(held: _Held) -> tuple[float, float]:
+    """Gradients of earlier micro-batches in a forward or backward: whole, and as slices."""
+    plan = held.plan
+    if plan.micro_batches == 1:
+        return 0.0, 0.0
+    if held.kind.shards_gradients:
+        return 0.0, float(plan.widths.master * held.total_own)
+    return float(plan.widths.accumulate * held.total), 0.0
+
+
+def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
+    units, prefetch = held.units, held.plan.prefetch
+    nesting = _Nesting.of(units)
+    whole, sliced = _carried(held)
+    common = {"gradients_whole": whole, "gradients_sliced": sliced}
+    kept = 0.0
+    for i, unit in enumerate(units):
+        kept += unit.activations
+        gathered = held.gathered([*nesting.around[i], *range(i + 1, min(i + 1 + prefetch, len(units)))])
+        yield "forward", held.sizes(parameters_gathered=gathered, activations=kept + unit.working, **common)
+    gathered = held.gathered([i for i, unit in enumerate(units) if unit.name == ""])
+    logits = sum(unit.logits for unit in units)
+    yield "forward", held.sizes(parameters_gathered=gathered, activations=kept, logits=logits, **common)
+
+
+def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
+    """Unit by unit: its gradients arrive; then they lie in the buffer that is sent, beside the one before."""
+    units, widths, prefetch = held.units, held.plan.widths, held.plan.prefetch
+    nesting = _Nesting.of(units)
+    whole, sliced = _carried(held)
+    kept = sum(unit.activations for unit in units)
+    order = nesting.backward
+    yield (
+        "backward",
+        held.sizes(
+            parameters_gathered=held.gathered(order[: 1 + prefetch]),
+            gradients_whole=whole,
+            gradients_sliced=sliced,
+            activations=kept,
+            logits=sum(unit.logits for unit in units),
+        ),
+    )
+    place = {i: position for position, i in enumerate(order)}
+    reached = 0
+    outgoing: list[int] = []
+    for i in nesting.finished:
+        unit = units[i]
+        reached = max(reached, place[i])
+        coming = order[reached + 1 : reached + 1 + prefetch]
+        arrived = float(widths.compute * unit.parameters)
+        sent = held.wire * sum(held.padded[k] for k in outgoing[-2:])
+        # What the unit kept goes while its gradients come: the highest moment is either end.
+        for gradients, activations in ((0.0, kept + unit.working), (arrived, kept - unit.activations)):
+            yield (
+                "backward",
+                held.sizes(
+                    parameters_gathered=held.gathered([*nesting.around[i], *coming]),
+                    gradients_whole=whole + gradients + sent,
+                    gradients_sliced=sliced,
+                    activations=activations,
+                ),
+            )
+        kept -= unit.activations
+        if len(outgoing) > 1:
+            sliced = _reduced(held, outgoing[-2], sliced)
+        if whole:
+            # What micro-batches kept is turned into what is sent.
+            whole -= widths.accumulate * held.padded[i]
+        sent = held.wire * (held.padded[i] + sum(held.padded[k] for k in outgoing[-1:]))
+        if not held.alone:
+            outgoing.append(i)
+        yield (
+            "backward",
+            held.sizes(
+                parameters_gathered=held.gathered([*nesting.around[i][:-1], *coming]),
+                gradients_whole=whole + arrived + sent,
+                gradients_sliced=sliced,
+                activations=kept,
+            ),
+        )
+        if held.alone:
+            sliced = _reduced(held, i, sliced)
+    for i in outgoing[-2:]:
+        sliced = _reduced(held, i, sliced)
+    yield "backward", held.sizes(parameters_gathered=held.gathered(()), gradients_sliced=sliced)
+
+
+def _reduced(held: _Held, i: int, sliced: float) -> float:
+    """Slices in `p.grad` once unit ``i`` is reduced; the first micro-batch's make the memory, later ones add to it."""
+    if held.kind.shards_gradients and held.plan.micro_batches > 1:
+        return sliced
+    return sliced + held.plan.widths.accumulate * held.slices[i]
