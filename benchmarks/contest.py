@@ -130,9 +130,7 @@ def hold(work: Work, systems: Mapping[str, System], *, weigh: bool, network: boo
         limit: seconds for a system alone, and four times that for all together.
     """
     contest = Contest(work, *count(CASES[work.case]))
-    contest.left_out = {
-        name: f"{system.package} is not installed" for name, system in systems.items() if not system.is_installed
-    }
+    contest.left_out = {name: reason for name, system in systems.items() if (reason := system.obstacle)}
     if weigh:
         for name, system in systems.items():
             if name not in contest.left_out:
