@@ -116,7 +116,7 @@ class Contest:
     def ratio(self, name: str, peer: str) -> tuple[float, float, float]:
         """Median and quartiles of a system's step time over a peer's, step by step."""
         pairs = [own / other for own, other in zip(self.timed[name].seconds, self.timed[peer].seconds, strict=True)]
-        low, middle, high = statistics.quantiles(pairs, n=4)
+        low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
         return middle, low, high
 
 

@@ -68,7 +68,7 @@ class Cost:
     def witnessed(self) -> tuple[float, float, float]:
         """Median and quartiles of a step with the ledger over the one without it beside it."""
         pairs = [own / other for own, other in zip(self.with_ledger, self.without, strict=True)]
-        low, middle, high = statistics.quantiles(pairs, n=4)
+        low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
         return middle, low, high
 
 
