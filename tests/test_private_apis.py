@@ -75,3 +75,20 @@ def test_identity_node_of_a_unit_runs_after_all_of_its_backward() -> None:
     (inside * weight.exp()).sum().backward()
     assert marked
     assert events == ["weight", "unit"]
+
+
+def _gather_on_a_fake_group(rank: int) -> tuple[str, list[float]]:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
+    whole = torch.zeros(4096)
+    dist.all_gather_single(whole, torch.ones(1))
+    name = dist.get_backend()
+    dist.destroy_process_group()
+    return name, [whole.min().item(), whole.max().item()]
+
+
+def test_fake_group_of_any_size_gathers_this_ranks_own_slice() -> None:
+    """benchmarks/fake.py; read in torch 2.13."""
+    assert run_ranks(1, _gather_on_a_fake_group, group=False) == [("fake", [1.0, 1.0])]
