@@ -30,6 +30,7 @@ import overhead
 from cases import CASES, DTYPES
 from contest import Contest, Work, hold
 from namespaces import unavailable
+from onecopy.comm.cross_memory import SWITCH
 from onecopy.report.machine import describe_machine
 from systems import SYSTEMS
 
@@ -171,6 +172,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="counted steps of each system; 0 takes no times")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
+    parser.add_argument("--sockets", action="store_true", help="onecopy reads no peer's memory, as between machines")
     parser.add_argument("--no-memory", action="store_true", help="take neither memory nor traffic")
     parser.add_argument("--no-overhead", action="store_true", help="do not take the engine's own time")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for a system alone; all together get 4 ×")
@@ -194,6 +196,8 @@ def main(arguments: list[str] | None = None) -> None:
     reason = None if options.no_memory else unavailable()
     if reason is not None:
         print(f"left out: bytes on the wire: {reason}\n")
+    if options.sockets:
+        os.environ[SWITCH] = "0"
     contests = []
     began = monotonic()
     for case, ranks, precision, micro_batches in itertools.product(

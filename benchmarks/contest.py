@@ -116,7 +116,7 @@ class Contest:
     def ratio(self, name: str, peer: str) -> tuple[float, float, float]:
         """Median and quartiles of a system's step time over a peer's, step by step."""
         pairs = [own / other for own, other in zip(self.timed[name].seconds, self.timed[peer].seconds, strict=True)]
-        low, middle, high = statistics.quantiles(pairs, n=4)
+        low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
         return middle, low, high
 
 
@@ -130,9 +130,7 @@ def hold(work: Work, systems: Mapping[str, System], *, weigh: bool, network: boo
         limit: seconds for a system alone, and four times that for all together.
     """
     contest = Contest(work, *count(CASES[work.case]))
-    contest.left_out = {
-        name: f"{system.package} is not installed" for name, system in systems.items() if not system.is_installed
-    }
+    contest.left_out = {name: reason for name, system in systems.items() if (reason := system.obstacle)}
     if weigh:
         for name, system in systems.items():
             if name not in contest.left_out:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from namespaces import INTERFACE, Network
+from onecopy.comm.cross_memory import SWITCH
 
 MESSAGE_LIMIT: Final = timedelta(seconds=120)
 """After which gloo gives a message up. A whole unit takes 11 s at 10 Mbit/s."""
@@ -96,7 +97,7 @@ def _rank(
     if network is not None:
         network.enter(rank)
         # Ranks in one machine would find each other's memory, and leave nothing for the kernel to count.
-        os.environ["ONECOPY_CROSS_MEMORY"] = "0"
+        os.environ[SWITCH] = "0"
     torch.set_num_threads(threads)
     os.environ |= {"GLOO_SOCKET_IFNAME": INTERFACE if network else "lo", "DS_ACCELERATOR": "cpu"}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}

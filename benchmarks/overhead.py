@@ -5,7 +5,8 @@
 
 Two copies of one net of many narrow layers, each layer a unit, take steps in turn: one plain, one sharded over N ranks
 that do not exist (`fake.py`). Nothing is sent and the arithmetic is the same, so the difference is the engine, and what
-the fake group's collectives cost, which are timed alone in the same rounds and taken off. Medians over rounds:
+the fake group's collectives cost, which are timed alone in the same rounds and taken off. Seconds are the
+processor's for this process, so that what else the machine does counts little. Medians over rounds:
 
     engine = step of the sharded net - step of the plain net - its collectives alone
 
@@ -23,7 +24,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any, Final
 
 import torch
@@ -73,14 +74,14 @@ class Stepper:
         self._batch = torch.randn(1, 4, HIDDEN)
 
     def __call__(self) -> dict[str, float]:
-        start = perf_counter()
+        start = process_time()
         loss = self.model(self._batch)
-        forward = perf_counter()
+        forward = process_time()
         loss.backward()
-        backward = perf_counter()
+        backward = process_time()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        end = perf_counter()
+        end = process_time()
         return dict(zip(PHASES, (forward - start, backward - forward, end - backward), strict=True))
 
 
@@ -114,9 +115,9 @@ def _timed(replay: Replay) -> Callable[[], dict[str, float]]:
     def run() -> dict[str, float]:
         seconds = {}
         for phase in PHASES:
-            start = perf_counter()
+            start = process_time()
             replay.run(phase)
-            seconds[phase] = perf_counter() - start
+            seconds[phase] = process_time() - start
         return seconds
 
     return run

@@ -7,9 +7,12 @@ size and neither clipping nor parameters that stay whole; it runs where its pack
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
@@ -64,8 +67,22 @@ class System:
     package: str = "torch"
 
     @property
-    def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.package) is not None
+    def obstacle(self) -> str | None:
+        """Why it cannot run here, None if nothing is known to be in its way."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        return _unbuilt() if self.package == "deepspeed" else None
+
+
+def _unbuilt() -> str | None:
+    """Whether DeepSpeed would wait forever for, or fail to build, the extension that it loads on a CPU."""
+    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+    locks = list(cache.glob("**/deepspeed_shm_comm/lock"))
+    if locks:
+        return f"its extension is being built, or a build was killed: if so, remove {locks[0]}"
+    if not any(cache.glob("**/deepspeed_shm_comm/*.so")) and shutil.which("g++") is None:
+        return "its extension is not built, and g++ was not found"
+    return None
 
 
 def _onecopy(stage: int) -> System:

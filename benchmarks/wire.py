@@ -246,9 +246,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     wanted = options.only or list(SYSTEMS)
-    missing = [system for system in wanted if not SYSTEMS[system].is_installed]
-    if missing:
-        print(f"left out, since deepspeed is not installed: {', '.join(missing)}\n")
+    missing = {name: reason for name in wanted if (reason := SYSTEMS[name].obstacle)}
+    for name, reason in missing.items():
+        print(f"left out: {name}: {reason}\n")
     cases = [
         Case(system, precision, micro_batches)
         for precision in options.precision

@@ -39,6 +39,17 @@ def test_backend_of_a_group_has_a_name() -> None:
     assert run_ranks(2, _backend_name) == ["gloo", "gloo"]
 
 
+def _group_limit(rank: int) -> float:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_backend_of_a_group_tells_its_time_limit() -> None:
+    """comm/transport.py; read in torch 2.13."""
+    assert run_ranks(2, _group_limit, group_timeout=17) == [17.0, 17.0]
+
+
 def test_current_graph_task_id_tells_backward_from_the_rest() -> None:
     """sharding/boundary.py; read in torch 2.13."""
     seen: list[int] = []
@@ -144,3 +155,20 @@ def test_fake_tensors_have_storages_that_resize_and_can_be_left_for_a_moment() -
         assert isinstance(flat, FakeTensor)
         with unset_fake_temporarily():
             assert not isinstance(torch.empty(1), FakeTensor)
+
+
+def _gather_on_a_fake_group(rank: int) -> tuple[str, list[float]]:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4096)
+    whole = torch.zeros(4096)
+    dist.all_gather_single(whole, torch.ones(1))
+    name = dist.get_backend()
+    dist.destroy_process_group()
+    return name, [whole.min().item(), whole.max().item()]
+
+
+def test_fake_group_of_any_size_gathers_this_ranks_own_slice() -> None:
+    """benchmarks/fake.py; read in torch 2.13."""
+    assert run_ranks(1, _gather_on_a_fake_group, group=False) == [("fake", [1.0, 1.0])]
