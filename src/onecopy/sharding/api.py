@@ -26,6 +26,7 @@ from onecopy.sharding.engine import Engine
 from onecopy.sharding.optimizers import mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.tensor_parallel import describe, local_of, tensor_mesh
 from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
 
@@ -60,8 +61,8 @@ def shard(
     Args:
         model: any module, on the device where it is to train, or on meta (see `materialize`).
         stage: what is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
-        mesh: axes named "shard" and/or "replicate"; None shards over all ranks of the default process group. Without a
-            process group there is one rank.
+        mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
+            all ranks of the default process group. Without a process group there is one rank.
         units: scopes gathered as one: "auto", or modules, module classes and names.
         precision: "fp32", "bf16", "fp16", a `Precision`, or None to keep every parameter's own dtype.
         accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
@@ -95,6 +96,7 @@ def shard(
         shards=kind.shards_optimizer,
         ledger=ledger,
         staging=Staging(on_change=partial(meter.add, "communication")),
+        tensor=tensor_mesh(model.named_parameters()),
     )
     settings = {
         "stage": stage,
@@ -195,7 +197,8 @@ def _retire(scopes: dict[str, list[Found]]) -> None:
     for found in scopes.values():
         for item in found:
             mark_replaced(item.parameter, item.name)
-            item.parameter.data = item.parameter.data.new_empty(0)
+            local = local_of(item.parameter)
+            local.data = local.data.new_empty(0)
 
 
 def _replacements(scopes: dict[str, list[Found]], units: Sequence[Unit]) -> dict[nn.Parameter, SlicedTensor]:
@@ -210,7 +213,7 @@ def _describe_buffers(model: nn.Module) -> list[str]:
 def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
     return [
         f"unit {name or '(root)'!r} parameter {item.name!r} of shape {tuple(item.parameter.shape)}, "
-        f"{item.parameter.dtype}, requires_grad={item.parameter.requires_grad}"
+        f"{item.parameter.dtype}, requires_grad={item.parameter.requires_grad}{describe(item.parameter)}"
         for name, found in scopes.items()
         for item in found
     ]

@@ -20,6 +20,7 @@ from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor, Slicing
+from onecopy.sharding.tensor_parallel import is_dtensor
 
 _REPLACED = "_onecopy_replaced"
 _hooked = False
@@ -116,7 +117,11 @@ def _slice_states(optimizer: Optimizer) -> None:
     for parameter, states in optimizer.state.items():
         if not isinstance(parameter, SlicedTensor):
             continue
-        whole = [n for n, v in states.items() if type(v) is Tensor and v.dim() and v.shape == parameter.shape]
+        whole = [
+            name
+            for name, value in states.items()
+            if (type(value) is Tensor or is_dtensor(value)) and value.dim() and value.shape == parameter.shape
+        ]
         for name in whole:
             states[name] = _sliced_state(states[name], parameter.slicing)
         if states and not whole:
