@@ -85,7 +85,7 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def parallelize(model: nn.Module, tensor: DeviceMesh, sequence: bool) -> nn.Module:
+def parallelize(model: nn.Module, tensor: DeviceMesh, sequence: bool, *, head: bool = True) -> nn.Module:
     """The plan of PyTorch's tensor-parallel tutorial; with ``sequence`` activations between layers are cut too."""
     if sequence:
         cut: dict[str, Any] = {"output_layouts": Shard(1)}
@@ -101,8 +101,10 @@ def parallelize(model: nn.Module, tensor: DeviceMesh, sequence: bool) -> nn.Modu
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
     else:
-        cut, block = {}, {}
-        outside = {"head": ColwiseParallel(output_layouts=Replicate())}
+        cut = {}
+        # Once for q, k and v, whose gradients of it are then added before they are sent, as in Megatron.
+        block = {"attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())}
+        outside = {"head": ColwiseParallel(output_layouts=Replicate())} if head else {}
     for name in ("q", "k", "v"):
         block[f"attention.{name}"] = ColwiseParallel()
     block["attention.out"] = RowwiseParallel(**cut)
@@ -117,7 +119,7 @@ def mesh_of(shard: int = 2, tensor: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (shard, tensor), mesh_dim_names=("shard", "tensor"))
 
 
-def _full(model: nn.Module) -> dict[str, Tensor]:
+def full_weights(model: nn.Module) -> dict[str, Tensor]:
     with onecopy.gathered(model):
         return {
             name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
@@ -132,7 +134,7 @@ def _train(rank: int, stage: int, sequence: bool, optimizer: str, accumulate: in
     )
     batches = [part(batch, rank // 2, 2) for batch in token_batches(4)]
     run = train(model, OPTIMIZERS[optimizer](model.parameters()), batches, accumulate=accumulate, clip=0.5)
-    run.weights = _full(model)
+    run.weights = full_weights(model)
     return run
 
 
@@ -235,7 +237,7 @@ def test_gathered_shows_dtensors_and_keeps_edits() -> None:
         with onecopy.gathered(model):
             state = model.state_dict()
             assert {name: value.shape for name, value in state.items()} == _shapes()
-        return _full(model), isinstance(state["blocks.1.mlp.up.weight"], DTensor)
+        return full_weights(model), isinstance(state["blocks.1.mlp.up.weight"], DTensor)
 
     def twin(rank: int) -> dict[str, Tensor]:
         model = seeded(Gpt)
@@ -268,7 +270,7 @@ def test_load_state_dict_takes_whole_tensors(placed: bool) -> None:
         if placed:
             source = parallelize(source, mesh_of()["tensor"], False)
         model.load_state_dict(source.state_dict())
-        return _full(model)
+        return full_weights(model)
 
     (expected,) = run_ranks(1, lambda rank: _with_other_values(seeded(Gpt)).state_dict(), group=False)
     for found in run_ranks(4, run):
@@ -291,7 +293,7 @@ def test_an_optimizer_made_before_keeps_its_states() -> None:
             optimizer.zero_grad()
         onecopy.shard(model, 2, mesh=mesh, optimizer=optimizer)
         train(model, optimizer, [part(batch, rank // 2, 2) for batch in batches[2:]])
-        return _full(model)
+        return full_weights(model)
 
     def twin(rank: int) -> dict[str, Tensor]:
         return train_twin(seeded(Gpt), OPTIMIZERS["adamw-loop"], batches).weights
@@ -346,7 +348,7 @@ def test_meta_models_are_materialized() -> None:
                     p.fill_(1.25 if name == "bias" else 0.25)
 
         onecopy.materialize(model, init=init)
-        for name, value in _full(model).items():
+        for name, value in full_weights(model).items():
             expected = torch.full(_shapes()[name], 1.25 if name.endswith("bias") else 0.25)
             assert torch.equal(value, expected), name
         assert model(token_batches(1)[0][0]).isfinite()

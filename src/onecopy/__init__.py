@@ -10,6 +10,8 @@ from onecopy import errors as errors
 from onecopy.stage import Stage
 
 if TYPE_CHECKING:
+    from onecopy import activations as activations
+    from onecopy.activations.policy import Activations
     from onecopy.comm.ledger import Entry, Ledger, Traffic
     from onecopy.sharding.api import ledger, meter, padded_numel, shard
     from onecopy.sharding.precision import Precision
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activations",
     "Entry",
     "Ledger",
     "Precision",
@@ -27,6 +30,7 @@ __all__ = [
     "SlicedTensor",
     "Stage",
     "Traffic",
+    "activations",
     "gathered",
     "ledger",
     "materialize",
@@ -37,6 +41,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "onecopy.activations.policy": ("Activations",),
     "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.sharding.api": ("ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.precision": ("Precision",),
@@ -47,6 +52,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "activations":
+        return import_module("onecopy.activations")
     for home, names in _HOMES.items():
         if name in names:
             value = globals()[name] = getattr(import_module(home), name)

@@ -30,6 +30,7 @@ T = TypeVar("T")
 # A gloo message finds its receiver by tag. Ours start far above the small numbers that a user's own messages carry.
 _TAG_BASE: Final = 1 << 24
 _CONTROL_TAGS: Final = {"agree": _TAG_BASE - 1, "norm": _TAG_BASE - 2, "overflow": _TAG_BASE - 3}
+_ACTIVATIONS_TAG: Final = _TAG_BASE - 4
 
 
 class Axis:
@@ -55,6 +56,10 @@ class Axis:
         self._transports: dict[torch.device, Transport] = {}
         self._unsettled: deque[Collective] = deque()
 
+    def alone(self) -> Axis:
+        """An axis of this name with this rank alone on it."""
+        return Axis(self.name, None, self._staging, self._ledger)
+
     def all_gather(self, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
         """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do.
 
@@ -72,6 +77,16 @@ class Axis:
         """Wait until no peer reads the slices of earlier gathers any more, so that they may change."""
         while self._unsettled:
             self._unsettled.popleft().settle()
+
+    def gather_activation(self, mine: Tensor, whole: Tensor, unit: str) -> None:
+        """As `all_gather`, of an activation checkpoint of ``unit``; done, and ``mine`` free, when it returns."""
+        whole.chunk(self.size)[self.rank].copy_(mine)
+        if self._peers is None:
+            return
+        program = self._transport(whole).all_gather(self._peers, mine, whole, _ACTIVATIONS_TAG)
+        collective = self._issue(program, "activations", unit, self._fraction(whole))
+        collective.finish()
+        collective.settle()
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
 import onecopy.sharding.operations  # noqa: F401  (fills SlicedTensor's table of rules)
+from onecopy.activations.policy import Activations
+from onecopy.comm.dtensors import local_of
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Mesh, make_mesh
 from onecopy.errors import SettingsError, UsageError
@@ -26,7 +28,7 @@ from onecopy.sharding.engine import Engine
 from onecopy.sharding.optimizers import mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
-from onecopy.sharding.tensor_parallel import describe, local_of, tensor_mesh
+from onecopy.sharding.tensor_parallel import describe, tensor_mesh
 from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
 
@@ -50,6 +52,7 @@ def shard(
     prefetch: int = 1,
     optimizer: Optimizer | None = None,
     broadcast_buffers: bool = False,
+    activations: Activations | None = None,
 ) -> ModelT:
     """Shard a model's states over the ranks, in place. Every rank calls it with the same model and settings.
 
@@ -70,6 +73,8 @@ def shard(
         optimizer: one made before, to be changed in place to the sliced parameters, its states too.
         broadcast_buffers: before each training forward take the first rank's floating-point buffers; else each rank
             keeps its own.
+        activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
+            None leaves activations to the model.
 
     Returns:
         ``model``.
@@ -104,6 +109,7 @@ def shard(
         "accumulate": accumulate,
         "prefetch": prefetch,
         "broadcast_buffers": broadcast_buffers,
+        "activations": activations,
     }
     lines = [f"{name}={value}" for name, value in settings.items()]
     check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
@@ -125,6 +131,8 @@ def shard(
         prefetch=prefetch,
         syncs_buffers=broadcast_buffers,
     )
+    if activations is not None:
+        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter)
     if device.type != "meta":
         sync_buffers(model, ranks, all_dtypes=True)
     if optimizer is not None:

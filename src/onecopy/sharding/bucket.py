@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.comm.collective import Collective
+from onecopy.comm.dtensors import address_of, is_dtensor, local_of
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
@@ -25,7 +26,7 @@ from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.layout import ALIGNMENT, Layout
 from onecopy.sharding.precision import Dtypes
 from onecopy.sharding.sliced import SlicedTensor, Slicing, dense_strides, flatten
-from onecopy.sharding.tensor_parallel import address_of, is_dtensor, local_of, spec_of
+from onecopy.sharding.tensor_parallel import spec_of
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""

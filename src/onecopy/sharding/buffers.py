@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from onecopy.comm.dtensors import is_dtensor, local_of
 from onecopy.comm.mesh import Mesh
-from onecopy.sharding.tensor_parallel import is_dtensor, local_of
 
 _TAG = 15
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.collective import Collective
+from onecopy.comm.dtensors import local_of
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import Bucket, Entry
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor
-from onecopy.sharding.tensor_parallel import local_of
 
 
 class _Gradient:

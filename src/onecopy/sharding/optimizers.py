@@ -16,11 +16,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor, Slicing
-from onecopy.sharding.tensor_parallel import is_dtensor
 
 _REPLACED = "_onecopy_replaced"
 _hooked = False

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onecopy.comm.dtensors import address_of, local_of
 from onecopy.comm.timeline import Timeline
 from onecopy.memory.meter import Meter
 from onecopy.sharding.api import engine_of
 from onecopy.sharding.engine import Engine
-from onecopy.sharding.tensor_parallel import address_of, local_of
 
 
 class Profile:

@@ -3,14 +3,10 @@
 Tensor parallelism itself is PyTorch's: `parallelize_module` has made parameters DTensors, each cut along one dimension
 over the tensor axis or replicated on it. A bucket slices each rank's local tensors over the shard axis like any other;
 modules see DTensors again, made around the bucket's views (`TensorSpec.wrap`), and so do those who ask for whole ones.
-
-torch.distributed.tensor takes as long to import as the rest of onecopy, and where nobody has imported it there are no
-DTensors; so it is looked up and not imported.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from onecopy.comm.dtensors import dtensor_from, is_dtensor, local_of
 from onecopy.comm.mesh import Axis
 from onecopy.errors import NeedsWholeError, SettingsError
 
@@ -47,8 +44,7 @@ class TensorSpec:
 
     def wrap(self, local: Tensor) -> Tensor:
         """The DTensor of which ``local`` is this rank's part; they share memory."""
-        made: Tensor = _dtensor().from_local(local, self.mesh, [self.placement], shape=self.shape, stride=self.strides)
-        return made
+        return dtensor_from(local, self.mesh, (self.placement,), self.shape, self.strides)
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of the whole shape, which may be a DTensor of any placement or plain.
@@ -59,7 +55,7 @@ class TensorSpec:
         Raises:
             NeedsWholeError: for a plain tensor, if the placement is not one of the two that say where elements lie.
         """
-        if isinstance(whole, _dtensor()):
+        if is_dtensor(whole):
             found: Any = whole
             placed = found.placements == (self.placement,)
             return local_of(found if placed else found.redistribute(self.mesh, [self.placement]))
@@ -107,33 +103,3 @@ def describe(parameter: Tensor) -> str:
     """How it lies over the tensor axis, in words to be compared between ranks; nothing for a plain tensor."""
     found: Any = parameter
     return f", over the tensor axis {found.placements[0]}" if is_dtensor(parameter) else ""
-
-
-def is_dtensor(tensor: object) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, the very tensor that it holds; a plain tensor itself."""
-    if not is_dtensor(tensor):
-        return tensor
-    found: Any = tensor
-    with torch.no_grad():
-        local: Tensor = found.to_local()
-    return local
-
-
-def address_of(tensor: Tensor) -> int:
-    """Where the memory begins that the local part of ``tensor`` looks at; 0 if it has none of its own.
-
-    The result of a collective that is still under way, which tensor parallelism returns from modules, has none.
-    """
-    try:
-        return local_of(tensor).untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def _dtensor() -> Any:
-    return sys.modules["torch.distributed.tensor"].DTensor

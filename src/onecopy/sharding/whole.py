@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers
@@ -16,7 +17,6 @@ from onecopy.sharding.engine import Engine
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.optimizers import mark_replaced, watch
 from onecopy.sharding.sliced import SlicedTensor
-from onecopy.sharding.tensor_parallel import is_dtensor
 from onecopy.sharding.unit import Unit
 
 
