@@ -388,23 +388,24 @@ CONFIGURATIONS = {
 
 def _peak(rank: int, stage: int, activations: Activations) -> tuple[int, list[float]]:
     mesh = mesh_of()
-    model = seeded(Gpt, 6)
+    model = seeded(Gpt, 4)
     parallelize(model, mesh["tensor"], False, head=False)
-    onecopy.shard(model, stage, mesh=mesh, activations=activations)
+    # Two micro-batches: stage 1 keeps whole gradients from one to the next, as the paper's keeps them to the step.
+    onecopy.shard(model, stage, mesh=mesh, activations=activations, accumulate=2)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     meter = onecopy.meter(model)
-    batches = [part(batch, rank // 2, 2) for batch in token_batches(3, rows=8 * ROWS, length=2 * LENGTH)]
-    train(model, optimizer, batches[:1], clip=0.5)
+    batches = [part(batch, rank // 2, 2) for batch in token_batches(4, rows=8 * ROWS, length=2 * LENGTH)]
+    train(model, optimizer, batches[:2], accumulate=2, clip=0.5)
     meter.reset_peaks()
-    losses = train(model, optimizer, batches[1:], clip=0.5).losses
+    losses = train(model, optimizer, batches[2:], accumulate=2, clip=0.5).losses
     return sum(meter.peak.values()), losses
 
 
-def test_the_papers_five_configurations_fall_in_memory() -> None:
-    """ZeRO Figures 6 to 8: less memory from C1 to C2 and from C3 to C4 to C5, and from C1 to C3; the same losses."""
+def test_memory_falls_in_the_order_of_the_papers_five_configurations() -> None:
+    """ZeRO Figures 6 to 8: the largest models of C1, C3, C2, C4, C5 are of 40, 50, 60, 140 and 150 B parameters."""
     found = {name: run_ranks(4, _peak, *settings) for name, settings in CONFIGURATIONS.items()}
     peak = {name: max(nbytes for nbytes, _ in ranks) for name, ranks in found.items()}
-    assert peak["C1"] > peak["C2"] > peak["C4"] > peak["C5"]
-    assert peak["C1"] > peak["C3"] > peak["C4"]
+    assert peak["C1"] > peak["C3"] > peak["C2"] > peak["C4"] > peak["C5"], peak
     for ranks in found.values():
-        assert [losses for _, losses in ranks] == [losses for _, losses in found["C1"]]
+        for (_, losses), (_, expected) in zip(ranks, found["C1"], strict=True):
+            assert losses == pytest.approx(expected, rel=1e-6)

@@ -75,3 +75,44 @@ def test_identity_node_of_a_unit_runs_after_all_of_its_backward() -> None:
     (inside * weight.exp()).sum().backward()
     assert marked
     assert events == ["weight", "unit"]
+
+
+def test_checkpoint_generator_saves_its_tensors_through_the_hooks_in_force() -> None:
+    """activations/region.py; read in torch 2.13. In order, before it yields; and it calls the function in backward."""
+    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+
+    packed: list[Tensor] = []
+    calls: list[tuple[Tensor, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    def again(*tensors: Tensor) -> Tensor:
+        calls.append(tensors)
+        return tensors[0].exp() * tensors[1]
+
+    x, y = (torch.full((2,), value, requires_grad=True) * 1 for value in (1.0, 2.0))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        generator = _checkpoint_without_reentrant_generator(again, True, noop_context_fn, "default", False, True, x, y)
+        next(generator)
+        assert [tensor[0].item() for tensor in packed] == [1.0, 2.0], f"moved in torch {torch.__version__}"
+        out = x.exp() * y
+        assert next(generator, "ended") == "ended"
+    assert calls == []
+    out.sum().backward()
+    assert len(calls) == 1
+
+
+def test_frombuffer_keeps_its_buffer_as_long_as_any_view_lives() -> None:
+    """memory/arena.py rests on it: a piece is free when the last view of its tensor is gone."""
+    import weakref
+
+    buffer = memoryview(bytearray(64))
+    gone: list[bool] = []
+    weakref.finalize(buffer, gone.append, True)
+    view = torch.frombuffer(buffer, dtype=torch.float32).view(4, 4)[1:]
+    del buffer
+    assert gone == []
+    del view
+    assert gone == [True]

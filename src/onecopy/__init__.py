@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from onecopy import activations as activations
     from onecopy.activations.policy import Activations
     from onecopy.comm.ledger import Entry, Ledger, Traffic
-    from onecopy.sharding.api import ledger, meter, padded_numel, shard
+    from onecopy.sharding.api import arena, ledger, meter, padded_numel, shard
     from onecopy.sharding.precision import Precision
     from onecopy.sharding.profile import Profile, profile
     from onecopy.sharding.sliced import SlicedTensor
@@ -31,6 +31,7 @@ __all__ = [
     "Stage",
     "Traffic",
     "activations",
+    "arena",
     "gathered",
     "ledger",
     "materialize",
@@ -43,7 +44,7 @@ __all__ = [
 _HOMES = {
     "onecopy.activations.policy": ("Activations",),
     "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
-    "onecopy.sharding.api": ("ledger", "meter", "padded_numel", "shard"),
+    "onecopy.sharding.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.precision": ("Precision",),
     "onecopy.sharding.profile": ("Profile", "profile"),
     "onecopy.sharding.sliced": ("SlicedTensor",),

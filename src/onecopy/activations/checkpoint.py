@@ -17,6 +17,7 @@ from onecopy.activations.store import make_store
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Axis, make_mesh
 from onecopy.errors import SettingsError, UsageError
+from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
 from onecopy.memory.staging import Staging
 
@@ -67,9 +68,18 @@ def checkpoint(
     return checkpoint_over(target, axis, offload=offload, meter=meter or Meter(ledger), unit="")
 
 
-def checkpoint_over(target: F, axis: Axis, *, offload: str | os.PathLike[str] | None, meter: Meter, unit: str) -> F:
+def checkpoint_over(
+    target: F,
+    axis: Axis,
+    *,
+    offload: str | os.PathLike[str] | None,
+    meter: Meter,
+    unit: str,
+    arena: Arena | None = None,
+) -> F:
     """As `checkpoint`, over an axis that is made already; gathers are booked under ``unit``."""
-    partition = Partition(axis, make_store(offload, meter), unit)
+    kept_on_device = arena if offload is None else None
+    partition = Partition(axis, make_store(offload, meter), unit, kept_on_device)
     if isinstance(target, nn.Module):
         if hasattr(target, _REGION):
             raise UsageError(f"this {type(target).__name__} is checkpointed already")

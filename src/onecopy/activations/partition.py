@@ -20,6 +20,7 @@ from torch import Tensor
 from onecopy.activations.store import Kept, Store
 from onecopy.comm.dtensors import dtensor_from, is_dtensor, local_of
 from onecopy.comm.mesh import Axis
+from onecopy.memory.arena import Arena
 
 _SAMPLE: Final = 128
 
@@ -47,12 +48,14 @@ class Partition:
     Args:
         axis: the tensor axis; one of size 1 cuts nothing.
         unit: the name under which gathers are booked.
+        arena: where what stays on the device is kept, apart from what lives shorter; None takes it from PyTorch.
     """
 
-    def __init__(self, axis: Axis, store: Store, unit: str) -> None:
+    def __init__(self, axis: Axis, store: Store, unit: str, arena: Arena | None = None) -> None:
         self._axis = axis
         self._store = store
         self._unit = unit
+        self._arena = arena
 
     def is_alike(self, tensor: Tensor) -> bool:
         """Whether every rank of the axis holds the same values. A small message, unless ``tensor`` is a DTensor."""
@@ -84,11 +87,20 @@ class Partition:
         flat = local.permute(_memory_order(local)).reshape(-1)
         if cut:
             numel = -(-flat.numel() // self._axis.size)
-            part = flat.new_zeros(numel)
             own = flat[self._axis.rank * numel : (self._axis.rank + 1) * numel]
-            part[: own.numel()] = own
-            flat = part
+            flat = self._copy(own, numel)
+        elif self._arena is not None:
+            flat = self._copy(flat, flat.numel())
         return Saved(self._store.keep(flat), torch.empty_like(local, device="meta"), cut, spec)
+
+    def _copy(self, values: Tensor, numel: int) -> Tensor:
+        """``values`` in memory of their own, of at least ``numel`` elements of which the last may be undefined."""
+        if self._arena is None:
+            copy = values.new_empty(numel)
+        else:
+            copy = self._arena.empty("checkpoints", numel, values.dtype, values.device)
+        copy[: values.numel()] = values
+        return copy
 
     def restore(self, saved: Saved) -> Tensor:
         """The whole activation; where it was cut, every rank of the axis must call it."""

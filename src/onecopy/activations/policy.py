@@ -13,6 +13,7 @@ from torch import nn
 from onecopy.activations.checkpoint import checkpoint_over
 from onecopy.comm.mesh import Axis
 from onecopy.errors import SettingsError
+from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
 
 _CHECKPOINTS: Final = ("none", "units")
@@ -43,7 +44,7 @@ class Activations:
         if self.checkpoint == "none" and self.offload is not None:
             raise SettingsError('Activations.offload moves checkpoints, of which checkpoint="none" makes none.')
 
-    def apply(self, scopes: Iterable[tuple[str, nn.Module]], tensor: Axis, meter: Meter) -> None:
+    def apply(self, scopes: Iterable[tuple[str, nn.Module]], tensor: Axis, meter: Meter, arena: Arena | None) -> None:
         """Checkpoint units.
 
         Left out are the root, which would compute everything again; single layers, which keep their inputs anyway; and
@@ -53,6 +54,7 @@ class Activations:
             scopes: units by name, outer ones first.
             tensor: the tensor axis.
             meter: where bytes are counted.
+            arena: where inputs that stay on the device are kept; None takes memory for them from PyTorch.
         """
         if self.checkpoint == "none":
             return
@@ -61,5 +63,5 @@ class Activations:
         for name, scope in scopes:
             inside = any(name.startswith(f"{outer}.") for outer in done)
             if name and not inside and next(scope.children(), None) is not None:
-                checkpoint_over(scope, axis, offload=self.offload, meter=meter, unit=name)
+                checkpoint_over(scope, axis, offload=self.offload, meter=meter, unit=name, arena=arena)
                 done.append(name)

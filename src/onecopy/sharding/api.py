@@ -18,8 +18,9 @@ from onecopy.comm.dtensors import local_of
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Mesh, make_mesh
 from onecopy.errors import SettingsError, UsageError
+from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
-from onecopy.memory.staging import Staging
+from onecopy.memory.staging import DEFAULT_STAGING_BYTES, Staging
 from onecopy.sharding.agreement import check_agreement
 from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
@@ -33,6 +34,7 @@ from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
 
 _ENGINE = "_onecopy_engine"
+_ARENA = "_onecopy_arena"
 
 # Names the messages of buckets; models that are sharded one after the other must not share names.
 _bucket_numbers = itertools.count()
@@ -53,6 +55,8 @@ def shard(
     optimizer: Optimizer | None = None,
     broadcast_buffers: bool = False,
     activations: Activations | None = None,
+    bucket_bytes: int = DEFAULT_STAGING_BYTES,
+    defragment: bool = False,
 ) -> ModelT:
     """Shard a model's states over the ranks, in place. Every rank calls it with the same model and settings.
 
@@ -75,6 +79,9 @@ def shard(
             keeps its own.
         activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
             None leaves activations to the model.
+        bucket_bytes: most bytes of one communication buffer; larger units go through it in pieces.
+        defragment: keep gradients and activation checkpoints in regions of their own (`arena`), so that what lives
+            shorter leaves no holes between them. What the regions have reserved they keep.
 
     Returns:
         ``model``.
@@ -88,6 +95,7 @@ def shard(
     dtypes = Precision.of(precision)
     _check_count("accumulate", accumulate, at_least=1)
     _check_count("prefetch", prefetch, at_least=0)
+    _check_count("bucket_bytes", bucket_bytes, at_least=1)
     _check_not_sharded(model)
     scopes = find_parameters(model, find_scopes(model, units))
     if not scopes:
@@ -100,7 +108,7 @@ def shard(
         mesh,
         shards=kind.shards_optimizer,
         ledger=ledger,
-        staging=Staging(on_change=partial(meter.add, "communication")),
+        staging=Staging(bucket_bytes, on_change=partial(meter.add, "communication")),
         tensor=tensor_mesh(model.named_parameters()),
     )
     settings = {
@@ -110,13 +118,16 @@ def shard(
         "prefetch": prefetch,
         "broadcast_buffers": broadcast_buffers,
         "activations": activations,
+        "bucket_bytes": bucket_bytes,
+        "defragment": defragment,
     }
     lines = [f"{name}={value}" for name, value in settings.items()]
     check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
 
     modules = dict(model.named_modules())
+    regions = Arena() if defragment else None
     made = [
-        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter))
+        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter, regions))
         for name, found in scopes.items()
     ]
     engine = Engine(
@@ -132,7 +143,7 @@ def shard(
         syncs_buffers=broadcast_buffers,
     )
     if activations is not None:
-        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter)
+        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter, regions)
     if device.type != "meta":
         sync_buffers(model, ranks, all_dtypes=True)
     if optimizer is not None:
@@ -141,6 +152,7 @@ def shard(
     watch(engine)
     for name, value in {
         _ENGINE: engine,
+        _ARENA: regions,
         "no_sync": engine.no_sync,
         "reduce_gradients": engine.reduce_gradients,
     }.items():
@@ -166,6 +178,17 @@ def meter(model: nn.Module) -> Meter:
     return engine_of(model).meter
 
 
+def arena(model: nn.Module) -> Arena | None:
+    """The regions in which a model that was sharded with ``defragment`` keeps gradients and activation checkpoints.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    engine_of(model)
+    regions: Arena | None = getattr(model, _ARENA)
+    return regions
+
+
 def padded_numel(model: nn.Module) -> int:
     """Elements that one gather of the whole model moves: its parameters and the padding between them."""
     return sum(bucket.layout.padded_numel for unit in engine_of(model).units for bucket in unit.buckets)
@@ -183,7 +206,9 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def _make_buckets(unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh, meter: Meter) -> list[Bucket]:
+def _make_buckets(
+    unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh, meter: Meter, regions: Arena | None
+) -> list[Bucket]:
     groups: dict[tuple[Dtypes, bool, torch.device], list[Found]] = {}
     for item in found:
         trainable = item.parameter.requires_grad
@@ -192,7 +217,9 @@ def _make_buckets(unit: str, found: Sequence[Found], precision: Precision, mesh:
     buckets = []
     for (dtypes, trainable, device), items in groups.items():
         number = next(_bucket_numbers)
-        bucket = Bucket(items, dtypes, trainable=trainable, mesh=mesh, meter=meter, index=number, unit=unit)
+        bucket = Bucket(
+            items, dtypes, trainable=trainable, mesh=mesh, meter=meter, index=number, unit=unit, arena=regions
+        )
         if device.type != "meta":
             bucket.load(item.parameter for item in items)
         bucket.show_sliced()

@@ -21,6 +21,7 @@ from onecopy.comm.collective import Collective
 from onecopy.comm.dtensors import address_of, is_dtensor, local_of
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
+from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.layout import ALIGNMENT, Layout
@@ -70,6 +71,7 @@ class Bucket:
         meter: where its bytes are counted.
         index: number of the bucket in the model, the same on every rank; it names the bucket's messages.
         unit: name of its unit, for the ledger.
+        arena: where gradients lie, apart from what lives shorter; None takes them from PyTorch.
 
     Attributes:
         changes: how often the parameters were written to since they were sharded.
@@ -85,12 +87,14 @@ class Bucket:
         meter: Meter,
         index: int,
         unit: str,
+        arena: Arena | None = None,
     ) -> None:
         self.dtypes = dtypes
         self.trainable = trainable
         self.mesh = mesh
         self.meter = meter
         self.unit = unit
+        self._arena = arena
         self.tag = 16 * index
         self.changes = 0
         self.specs = [spec_of(f.parameter, mesh.tensor) for f in found]
@@ -152,6 +156,13 @@ class Bucket:
             with torch.inference_mode(False):
                 memory = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         return FlatBuffer(self.layout, self.shapes, self.strides, memory)
+
+    def empty_gradient_slice(self) -> Tensor:
+        """Memory for this rank's slice of the gradients, in the accumulate dtype."""
+        numel, dtype = self.layout.slice_numel, self.dtypes.accumulate
+        if self._arena is not None:
+            return self._arena.empty("gradients", numel, dtype, self.device)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def local(self, flat_slice: Tensor, position: int) -> Tensor:
         """The part of parameter ``position`` in this rank's slice, 1-D."""

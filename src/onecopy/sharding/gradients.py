@@ -269,7 +269,7 @@ class Gradients:
         if mesh.shard.size == 1:
             sent = outgoing.flat
         else:
-            self._reduced = torch.empty(bucket.layout.slice_numel, dtype=bucket.dtypes.accumulate, device=bucket.device)
+            self._reduced = bucket.empty_gradient_slice()
             if collective := mesh.shard.reduce_scatter(outgoing.flat, self._reduced, bucket.unit, bucket.tag + 3):
                 yield collective
             del outgoing
@@ -281,7 +281,7 @@ class Gradients:
         for position, axis in enumerate(mesh.replicate):
             if collective := axis.all_reduce(sent, bucket.unit, bucket.tag + 4 + 2 * position):
                 yield collective
-        self._reduced = sent.to(bucket.dtypes.accumulate)
+        self._reduced = bucket.empty_gradient_slice().copy_(sent)
         if mesh.shard.size == 1:
             bucket.meter.add("gradients_whole", -nbytes)
             bucket.meter.add("gradients_sliced", self._reduced.nbytes)
