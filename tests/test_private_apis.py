@@ -116,3 +116,18 @@ def test_frombuffer_keeps_its_buffer_as_long_as_any_view_lives() -> None:
     assert gone == []
     del view
     assert gone == [True]
+
+
+def _strided(rank: int) -> tuple[list[float], bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    weight = torch.arange(12.0)
+    placed = distribute_tensor(weight, init_device_mesh("cpu", (2,)), [_StridedShard(0, split_factor=3)])
+    return placed.to_local().tolist(), torch.equal(placed.full_tensor(), weight)
+
+
+def test_strided_shard_cuts_each_third() -> None:
+    """recipes/tensor_parallel.py; read in torch 2.13."""
+    assert run_ranks(2, _strided) == [([0, 1, 4, 5, 8, 9], True), ([2, 3, 6, 7, 10, 11], True)]
