@@ -84,14 +84,16 @@ class Partition:
         if is_dtensor(tensor):
             spec = (placed.device_mesh, placed.placements, placed.shape, placed.stride())
         local = local_of(tensor).detach()
-        flat = local.permute(_memory_order(local)).reshape(-1)
+        # Its strides if its elements fill their memory, else contiguous ones: an expanded tensor is kept in full.
+        like = torch.empty_like(local, device="meta")
+        flat = local.permute(_memory_order(like)).reshape(-1)
         if cut:
             numel = -(-flat.numel() // self._axis.size)
             own = flat[self._axis.rank * numel : (self._axis.rank + 1) * numel]
             flat = self._copy(own, numel)
         elif self._arena is not None:
             flat = self._copy(flat, flat.numel())
-        return Saved(self._store.keep(flat), torch.empty_like(local, device="meta"), cut, spec)
+        return Saved(self._store.keep(flat), like, cut, spec)
 
     def _copy(self, values: Tensor, numel: int) -> Tensor:
         """``values`` in memory of their own, of at least ``numel`` elements of which the last may be undefined."""
