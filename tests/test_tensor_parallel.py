@@ -166,6 +166,54 @@ def test_two_by_two_ranks_train_like_one_process(stage: int, sequence: bool) -> 
                 torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-5 if loop else 2e-6)
 
 
+def test_replicated_copies_and_frozen_weights_train_like_one_process() -> None:
+    """Hybrid sharding's replicate axis beside the tensor axis; a cut weight and a whole one are not trained."""
+
+    def frozen() -> nn.Module:
+        model = seeded(Gpt)
+        for name in ("blocks.0.mlp.up.weight", "norm.weight"):
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    def run(rank: int) -> Run:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        model = onecopy.shard(parallelize(frozen(), mesh["tensor"], False), 3, mesh=mesh)
+        batches = [part(batch, rank // 2, 2) for batch in token_batches(3)]
+        found = train(model, OPTIMIZERS["sgd"](model.parameters()), batches, clip=0.5)
+        found.weights = full_weights(model)
+        return found
+
+    def twin(rank: int) -> Run:
+        return train_twin(frozen(), OPTIMIZERS["sgd"], token_batches(3), clip=0.5)
+
+    (expected,) = run_ranks(1, twin, group=False)
+    for found in run_ranks(4, run):
+        assert found.norms == pytest.approx(expected.norms, rel=2e-6)
+        for name, value in expected.weights.items():
+            torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_bf16_compute_over_fp32_masters(stage: int) -> None:
+    """Oracle: the fp32 twin, to what bf16's 8 bits allow; every rank of the tensor axis has the same loss."""
+
+    def twin(rank: int) -> list[float]:
+        return train_twin(seeded(Gpt), OPTIMIZERS["adamw"], token_batches(3)).losses
+
+    def run(rank: int) -> list[float]:
+        mesh = mesh_of()
+        model = onecopy.shard(parallelize(seeded(Gpt), mesh["tensor"], False), stage, mesh=mesh, precision="bf16")
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        batches = [part(batch, rank // 2, 2) for batch in token_batches(3)]
+        return train(model, OPTIMIZERS["adamw"](model.parameters()), batches).losses
+
+    (expected,) = run_ranks(1, twin, group=False)
+    losses = run_ranks(4, run)
+    assert losses[0] == losses[1]
+    means = [(a + b) / 2 for a, b in zip(losses[0], losses[2], strict=True)]
+    assert means == pytest.approx(expected, rel=0.02)
+
+
 def _sharded(stage: int, **settings: Any) -> nn.Module:
     mesh = mesh_of()
     return onecopy.shard(parallelize(seeded(Gpt), mesh["tensor"], False), stage, mesh=mesh, **settings)
