@@ -91,7 +91,7 @@ def test_a_precision_that_is_no_floating_dtype_is_named(value: Any) -> None:
         onecopy.Precision(reduce=value)
 
 
-@pytest.mark.parametrize("names", [None, ("dp",), ("replicate", "tensor")])
+@pytest.mark.parametrize("names", [None, ("dp",), ("replicate", "pipeline")])
 def test_a_mesh_with_other_axes_is_refused(names: tuple[str, ...] | None) -> None:
     def run(rank: int) -> None:
         shape = (1, 2) if names and len(names) == 2 else (2,)

@@ -172,3 +172,59 @@ def _gather_on_a_fake_group(rank: int) -> tuple[str, list[float]]:
 def test_fake_group_of_any_size_gathers_this_ranks_own_slice() -> None:
     """benchmarks/fake.py; read in torch 2.13."""
     assert run_ranks(1, _gather_on_a_fake_group, group=False) == [("fake", [1.0, 1.0])]
+
+
+def test_checkpoint_generator_saves_its_tensors_through_the_hooks_in_force() -> None:
+    """activations/region.py; read in torch 2.13. In order, before it yields; and it calls the function in backward."""
+    from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
+
+    packed: list[Tensor] = []
+    calls: list[tuple[Tensor, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    def again(*tensors: Tensor) -> Tensor:
+        calls.append(tensors)
+        return tensors[0].exp() * tensors[1]
+
+    x, y = (torch.full((2,), value, requires_grad=True) * 1 for value in (1.0, 2.0))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        generator = _checkpoint_without_reentrant_generator(again, True, noop_context_fn, "default", False, True, x, y)
+        next(generator)
+        assert [tensor[0].item() for tensor in packed] == [1.0, 2.0], f"moved in torch {torch.__version__}"
+        out = x.exp() * y
+        assert next(generator, "ended") == "ended"
+    assert calls == []
+    out.sum().backward()
+    assert len(calls) == 1
+
+
+def test_frombuffer_keeps_its_buffer_as_long_as_any_view_lives() -> None:
+    """memory/arena.py rests on it: a piece is free when the last view of its tensor is gone."""
+    import weakref
+
+    buffer = memoryview(bytearray(64))
+    gone: list[bool] = []
+    weakref.finalize(buffer, gone.append, True)
+    view = torch.frombuffer(buffer, dtype=torch.float32).view(4, 4)[1:]
+    del buffer
+    assert gone == []
+    del view
+    assert gone == [True]
+
+
+def _strided(rank: int) -> tuple[list[float], bool]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    weight = torch.arange(12.0)
+    placed = distribute_tensor(weight, init_device_mesh("cpu", (2,)), [_StridedShard(0, split_factor=3)])
+    return placed.to_local().tolist(), torch.equal(placed.full_tensor(), weight)
+
+
+def test_strided_shard_cuts_each_third() -> None:
+    """recipes/tensor_parallel.py; read in torch 2.13."""
+    assert run_ranks(2, _strided) == [([0, 1, 4, 5, 8, 9], True), ([2, 3, 6, 7, 10, 11], True)]

@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 # What every rank would otherwise import for itself.
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from onecopy.errors import CollectiveTimeout
+from onecopy.memory.staging import DEFAULT_STAGING_BYTES
 from onecopy.recipes.config import Config, Optimizer, Schedule
 from onecopy.recipes.data import Batches
 from onecopy.recipes.model import build_model
 from onecopy.recipes.schedule import build_optimizer, learning_rate_factor
 from onecopy.recipes.settings import load
+from onecopy.recipes.tensor_parallel import parallelize
 from onecopy.recipes.train import train
 from onecopy.recipes.world import World
 from ranks import run_ranks
@@ -135,6 +138,75 @@ def test_job_trains_like_the_naive_twin(
     assert summary["validation_loss"] == losses(records, "evaluation")[-1]
     assert summary["steps"] == 6
     assert not summary["interrupted"]
+
+
+@pytest.mark.parametrize(
+    "stage, size, settings", [(3, 4, {}), (2, 4, {"keep_on": "cpu"}), (1, 2, {"partition": False})]
+)
+def test_tensor_parallel_job_with_recomputation_trains_like_the_naive_twin(
+    text: Path, expected: Any, tmp_path: Path, stage: int, size: int, settings: dict[str, Any]
+) -> None:
+    """The small GPT-2's heads and MLPs over two ranks; the batch over what is left."""
+    overrides = {f"activations__{name}": value for name, value in settings.items()}
+    records, summary = run(
+        tmp_path,
+        size,
+        parallel__stage=stage,
+        parallel__tensor=2,
+        parallel__defragment=True,
+        activations__recompute=True,
+        data__train=[str(text)],
+        **overrides,
+    )
+    assert losses(records) == pytest.approx(expected[0], rel=2e-5)
+    norms = [record["gradient_norm"] for record in records if record["kind"] == "train"]
+    assert norms == pytest.approx(expected[1], rel=2e-4)
+    # A block has 12·24² weights and 7·24 biases of cut outputs, and 6·24 elements of norms and biases left whole.
+    cut, whole = 2 * (12 * 24 * 24 + 7 * 24), 257 * 24 + 16 * 24 + 2 * 6 * 24 + 2 * 24
+    assert summary["parameters"] == cut + whole
+    assert cut / 2 + whole <= summary["padded_parameters"] < cut / 2 + whole + 1000
+    total = summary["bytes_sent_per_step"]["total"]
+    assert total["measured"] == total["formula"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_tensor_parallel_models_compute_what_whole_ones_do(kind: str) -> None:
+    """Loss and gradients, of which `full_tensor()` gives the whole; with grouped keys in Llama."""
+
+    def build() -> Any:
+        torch.manual_seed(2)
+        if kind == "gpt2":
+            small = GPT2Config(vocab_size=61, n_positions=16, n_layer=2, n_embd=16, n_head=4, resid_pdrop=0)
+            small.embd_pdrop = small.attn_pdrop = 0
+            return GPT2LMHeadModel(small)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=61,
+                hidden_size=16,
+                intermediate_size=40,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+            )
+        )
+
+    def gradients(rank: int, size: int) -> tuple[float, dict[str, torch.Tensor]]:
+        model = build()
+        model.loss_type = "ForCausalLM"
+        if size > 1:
+            parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("tensor",)))
+        tokens = torch.arange(48).view(4, 12) * 7 % 61
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        found = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+        return loss.item(), found
+
+    ((loss, whole),) = run_ranks(1, gradients, 1)
+    for found_loss, found in run_ranks(2, gradients, 2):
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+        assert found.keys() == whole.keys()
+        for name, gradient in whole.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
 def test_evaluation_is_the_mean_loss_on_the_validation_text(text: Path, tmp_path: Path) -> None:
@@ -286,10 +358,11 @@ def test_optimizer_runs_the_implementation_asked_for(name: Any, fused: bool, for
 
 
 def test_defaults_of_the_twin_are_those_of_the_config() -> None:
-    """What the naive twin takes for granted."""
+    """What the naive twin takes for granted, and `onecopy.shard`'s own."""
     config = Config()
     assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps) == (0.9, 0.95, 1e-8)
     assert (config.optimizer.clip_norm, config.optimizer.weight_decay) == (1.0, 0.1)
+    assert config.parallel.bucket_bytes == DEFAULT_STAGING_BYTES
     assert (config.schedule.final_fraction, config.data.validation_fraction) == (0.1, 0.05)
 
 

@@ -10,13 +10,15 @@ from onecopy import errors as errors
 from onecopy.stage import Stage
 
 if TYPE_CHECKING:
+    from onecopy import activations as activations
+    from onecopy.activations.policy import Activations
     from onecopy.checkpoint.load import Loaded, load
     from onecopy.checkpoint.pretrained import load_pretrained
     from onecopy.checkpoint.save import save
     from onecopy.checkpoint.writing import Saving
     from onecopy.comm.ledger import Entry, Ledger, Traffic
     from onecopy.integrations.deepspeed import from_deepspeed
-    from onecopy.sharding.api import ledger, meter, padded_numel, shard
+    from onecopy.sharding.api import arena, ledger, meter, padded_numel, shard
     from onecopy.sharding.precision import Precision
     from onecopy.sharding.profile import Profile, profile
     from onecopy.sharding.sliced import SlicedTensor
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activations",
     "Entry",
     "Ledger",
     "Loaded",
@@ -34,6 +37,8 @@ __all__ = [
     "SlicedTensor",
     "Stage",
     "Traffic",
+    "activations",
+    "arena",
     "from_deepspeed",
     "gathered",
     "ledger",
@@ -48,13 +53,14 @@ __all__ = [
 ]
 
 _HOMES = {
+    "onecopy.activations.policy": ("Activations",),
     "onecopy.checkpoint.load": ("Loaded", "load"),
     "onecopy.checkpoint.pretrained": ("load_pretrained",),
     "onecopy.checkpoint.save": ("save",),
     "onecopy.checkpoint.writing": ("Saving",),
     "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
-    "onecopy.sharding.api": ("ledger", "meter", "padded_numel", "shard"),
+    "onecopy.sharding.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.precision": ("Precision",),
     "onecopy.sharding.profile": ("Profile", "profile"),
     "onecopy.sharding.sliced": ("SlicedTensor",),
@@ -63,6 +69,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "activations":
+        return import_module("onecopy.activations")
     for home, names in _HOMES.items():
         if name in names:
             value = globals()[name] = getattr(import_module(home), name)

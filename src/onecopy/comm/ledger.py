@@ -24,8 +24,8 @@ class Entry:
     """All collectives of one kind.
 
     Attributes:
-        op: "all_gather", "reduce_scatter", "all_reduce"; or a control message: "agree", "norm", "overflow"; or the
-            set-up's "broadcast".
+        op: "all_gather", "reduce_scatter", "all_reduce"; or "activations", an activation checkpoint made whole over the
+            tensor axis; or a control message: "agree", "norm", "overflow"; or the set-up's "broadcast".
         phase: what the model was doing: "setup", "forward", "backward" or "step".
         unit: the unit whose parameters travelled; "" for control messages.
         axis: the mesh axis.

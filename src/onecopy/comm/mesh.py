@@ -1,12 +1,15 @@
-"""The mesh: ranks as shard × replicate, and one `Axis` for each, through which all collectives go.
+"""The mesh: ranks as shard × replicate (× tensor), and one `Axis` for each, through which all collectives go.
 
 Plain ZeRO has shard = N and replicate = 1; stage 0 replicates over every axis; hybrid sharding (MiCS, HSDP) and
-redundancy for recovery have both. Without a process group every axis has size 1 and nothing is sent.
+redundancy for recovery have both. The tensor axis belongs to the model (tensor parallelism): model states are neither
+cut nor copied along it by onecopy, so it is not among `Mesh.axes`. Without a process group every axis has size 1 and
+nothing is sent.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -26,6 +29,7 @@ T = TypeVar("T")
 # A gloo message finds its receiver by tag. Ours start far above the small numbers that a user's own messages carry.
 _TAG_BASE: Final = 1 << 24
 _CONTROL_TAGS: Final = {"agree": _TAG_BASE - 1, "norm": _TAG_BASE - 2, "overflow": _TAG_BASE - 3}
+_ACTIVATIONS_TAG: Final = _TAG_BASE - 4
 
 _UNSETTLED: Final = 2
 """Gathers that are left alone, for peers to come for them: the unit that computes and the next."""
@@ -37,7 +41,7 @@ class Axis:
     An axis of size 1 sends nothing, and its collectives are done when they return.
 
     Attributes:
-        name: "shard" or "replicate".
+        name: "shard", "replicate" or "tensor".
         size: ranks on the axis.
         rank: this rank's place on it.
         ranks: the global rank at each place.
@@ -53,6 +57,10 @@ class Axis:
         self._ledger = ledger
         self._transports: dict[torch.device, Transport] = {}
         self._unsettled: deque[Collective] = deque()
+
+    def alone(self) -> Axis:
+        """An axis of this name with this rank alone on it."""
+        return Axis(self.name, None, self._staging, self._ledger)
 
     def all_gather(self, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
         """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do.
@@ -74,6 +82,16 @@ class Axis:
         """Wait until no peer reads the slices of earlier gathers any more, so that they may change."""
         while self._unsettled:
             self._unsettled.popleft().settle()
+
+    def gather_activation(self, mine: Tensor, whole: Tensor, unit: str) -> None:
+        """As `all_gather`, of an activation checkpoint of ``unit``; done, and ``mine`` free, when it returns."""
+        whole.chunk(self.size)[self.rank].copy_(mine)
+        if self._peers is None:
+            return
+        program = self._transport(whole).all_gather(self._peers, mine, whole, _ACTIVATIONS_TAG)
+        collective = self._issue(program, "activations", unit, self._fraction(whole))
+        collective.finish()
+        collective.settle()
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""
@@ -156,13 +174,16 @@ class Mesh:
     Attributes:
         shard: slices of a bucket lie along it.
         replicate: every axis along which the same slice is held again.
+        tensor: ranks that compute parts of the same model on the same data; of size 1 without tensor parallelism.
     """
 
     shard: Axis
     replicate: tuple[Axis, ...]
+    tensor: Axis
 
     @property
     def axes(self) -> tuple[Axis, ...]:
+        """The data-parallel axes."""
         return (self.shard, *self.replicate)
 
     @property
@@ -172,7 +193,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks in the mesh."""
+        """Ranks in the data-parallel axes."""
         return self.shard.size * self.copies
 
     @property
@@ -184,29 +205,40 @@ class Mesh:
         return product
 
 
-def make_mesh(mesh: DeviceMesh | None, *, shards: bool, ledger: Ledger, staging: Staging) -> Mesh:
+def make_mesh(
+    mesh: DeviceMesh | None,
+    *,
+    shards: bool,
+    ledger: Ledger,
+    staging: Staging,
+    tensor: DeviceMesh | None = None,
+) -> Mesh:
     """The mesh of a model.
 
     Args:
-        mesh: axes named "shard" and "replicate", either or both; None takes all ranks as "shard".
+        mesh: axes named "shard", "replicate" and "tensor", any of them; None takes all ranks as "shard".
         shards: False replicates over every axis (stage 0).
         ledger: where its collectives are booked.
         staging: communication buffers.
+        tensor: the axis over which parameters are DTensors, None if there are none.
 
     Raises:
-        SettingsError: if ``mesh`` has an axis of another name.
+        SettingsError: if ``mesh`` has an axis of another name, or the tensor axis runs along a data-parallel one.
     """
     groups: dict[str, dist.ProcessGroup] = {}
     if mesh is not None:
         names = mesh.mesh_dim_names or ()
-        if not names or set(names) - {"shard", "replicate"}:
+        if not names or set(names) - {"shard", "replicate", "tensor"}:
             raise SettingsError(
-                f'mesh must have axes named "shard" and/or "replicate"; found {names or "no names"}. Make it with '
-                f'init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard")).'
+                f'mesh must have axes named "shard", "replicate" or "tensor"; found {names or "no names"}. Make it '
+                f'with init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard")).'
             )
         groups = {name: mesh.get_group(name) for name in names}
     elif dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
         groups = {"shard": dist.group.WORLD}
+    if tensor is not None:
+        _check_tensor_axis(groups, tensor)
+        groups["tensor"] = tensor.get_group()
 
     def axis(name: str) -> Axis:
         group = groups.get(name)
@@ -224,5 +256,20 @@ def make_mesh(mesh: DeviceMesh | None, *, shards: bool, ledger: Ledger, staging:
         return Axis(name, meet(peers, exchange), staging, ledger)
 
     if shards:
-        return Mesh(axis("shard"), (axis("replicate"),))
-    return Mesh(Axis("shard", None, staging, ledger), (axis("shard"), axis("replicate")))
+        return Mesh(axis("shard"), (axis("replicate"),), axis("tensor"))
+    return Mesh(Axis("shard", None, staging, ledger), (axis("shard"), axis("replicate")), axis("tensor"))
+
+
+def _check_tensor_axis(groups: Mapping[str, dist.ProcessGroup], tensor: DeviceMesh) -> None:
+    """Ranks that hold parts of one tensor must not have their gradients averaged with each other."""
+    along = dist.get_process_group_ranks(tensor.get_group())
+    for name, group in groups.items():
+        ranks = dist.get_process_group_ranks(group)
+        if name == "tensor" and ranks != along:
+            raise SettingsError(f'parameters are DTensors over ranks {along}, but mesh["tensor"] has {ranks}.')
+        if name != "tensor" and len(set(ranks) & set(along)) > 1:
+            raise SettingsError(
+                f"parameters are DTensors over ranks {along}, which are also on the {name} axis {ranks}. Make one "
+                f'mesh, init_device_mesh(device_type, sizes, mesh_dim_names=("shard", "tensor")), parallelise the '
+                f'model over mesh["tensor"] and pass onecopy.shard(..., mesh=mesh).'
+            )

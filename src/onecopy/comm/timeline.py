@@ -11,7 +11,12 @@ from typing import Literal
 
 Lane = Literal["compute", "gather", "reduce", "wait"]
 
-_LANES: dict[str, Lane] = {"all_gather": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
+_LANES: dict[str, Lane] = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce",
+    "all_reduce": "reduce",
+    "activations": "gather",
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,6 @@ class Timeline:
         self.events.append(Event(name, lane, phase, unit, start - self.began, end - self.began, sent))
 
     def add_collective(self, op: str, phase: str, unit: str, start: float, end: float, sent: int) -> None:
-        """Record a collective of model states, from issue to completion; control messages are left out."""
+        """Record a collective, from issue to completion; control messages are left out."""
         if op in _LANES:
             self.add(f"{op} {unit}", _LANES[op], phase, unit, start, end, sent)

@@ -2,7 +2,8 @@
 
 It counts tensors' bytes, which is what formulas speak of; what the process holds beyond that (the allocator's free
 lists, Python, libraries) is the difference to the resident set or to the CUDA allocator, and is shown beside it.
-Activations are counted only inside `onecopy.profile`, for that needs a look at every tensor that autograd saves.
+Activations are counted only inside `onecopy.profile`, for that needs a look at every tensor that autograd saves;
+activation checkpoints that onecopy keeps are always counted. What it moves to host memory or to files stands apart.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ CATEGORIES: Final = (
     "gradients_sliced",
     "optimizer",
     "activations",
+    "checkpoints",
     "communication",
 )
 
@@ -32,12 +34,14 @@ class Meter:
     Attributes:
         live: bytes by category, now.
         peaks: for each phase the categories at the moment when their sum was largest.
+        off_device: bytes by category that were moved to host memory or to files; no part of ``live``.
         listener: called after every change while a profile runs.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.peaks: dict[Phase, dict[str, int]] = {}
+        self.off_device: dict[str, int] = {}
         self.listener: Callable[[], None] | None = None
         self._ledger = ledger
         self._total = 0
@@ -52,6 +56,10 @@ class Meter:
             self.peaks[self._ledger.phase] = dict(self.live)
         if self.listener is not None:
             self.listener()
+
+    def add_off_device(self, category: str, nbytes: int) -> None:
+        """Count ``nbytes`` more or less of ``category`` in host memory or in files."""
+        self.off_device[category] = self.off_device.get(category, 0) + nbytes
 
     def set(self, category: str, nbytes: int) -> None:
         """Say how much ``category`` holds now."""
@@ -79,6 +87,7 @@ class Meter:
         rows = [f"{'bytes':<22}" + "".join(f"{name:>16}" for name in columns)]
         rows += [f"{c:<22}" + "".join(f"{column[c]:>16,}" for column in columns.values()) for c in CATEGORIES]
         rows.append(f"{'sum':<22}" + "".join(f"{sum(column.values()):>16,}" for column in columns.values()))
+        rows += [f"{name + ', off device':<22}{nbytes:>16,}" for name, nbytes in self.off_device.items()]
         rows += [f"{name:<22}{value:>16,}" for name, value in process_memory().items()]
         return "\n".join(rows)
 

@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-DEFAULT_STAGING_BYTES: Final = 16 * 2**20
-"""Most bytes of one staging buffer. One 16 MiB buffer holds a transformer block of 4 M fp32 parameters in one piece."""
+DEFAULT_STAGING_BYTES: Final = 4 * 2**20
+"""Most bytes of one staging buffer: the smallest that is as fast as larger ones, by `benchmarks/bucket_bytes.py`."""
 
 
 class Staging:

@@ -176,7 +176,7 @@ class Account:
             parameters=self._parameters,
             padded_parameters=self._padded,
             element_bytes=_ELEMENT_BYTES[parallel.precision],
-            shard=self._world.size // parallel.replicate,
+            shard=self._world.size // parallel.tensor // parallel.replicate,
             replicate=parallel.replicate,
             micro_batches=parallel.accumulate,
             bytes_sent_per_step=self._bytes_sent(),
@@ -189,7 +189,7 @@ class Account:
         elements = step_elements(
             parallel.stage,
             self._padded,
-            self._world.size // parallel.replicate,
+            self._world.size // parallel.tensor // parallel.replicate,
             parallel.accumulate,
             parallel.replicate,
         )

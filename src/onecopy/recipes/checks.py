@@ -12,6 +12,7 @@ import torch
 from onecopy.errors import SettingsError
 from onecopy.recipes.config import Config
 from onecopy.recipes.settings import keys
+from onecopy.recipes.tensor_parallel import check_tensor_parallel
 from onecopy.recipes.texts import find_files
 from onecopy.recipes.tokenizer import has_tokenizer
 from onecopy.stage import Stage
@@ -66,6 +67,8 @@ def _unused(config: Config) -> str | None:
         "model.heads": "model.path" if config.model.path else None,
         "data.validation_fraction": "data.validation" if config.data.validation else None,
         "data.vocabulary": "data.tokenizer" if config.data.tokenizer != "train" else None,
+        "activations.partition": "activations.recompute" if not config.activations.recompute else None,
+        "activations.keep_on": "activations.recompute" if not config.activations.recompute else None,
         "schedule.final_fraction": "schedule.decay" if config.schedule.decay == "constant" else None,
         "evaluation.evaluate_batches": "evaluation.evaluate_every" if not config.evaluation.evaluate_every else None,
         "checkpoint.keep": "checkpoint.save_every" if not config.checkpoint.save_every else None,
@@ -88,15 +91,20 @@ def _ranks(config: Config) -> str | None:
     started = int(os.environ.get("WORLD_SIZE", parallel.ranks))
     if started != parallel.ranks:
         return f"parallel.ranks is {parallel.ranks} but torchrun started {started}; leave it at 'auto'"
-    if parallel.ranks % parallel.replicate:
-        return f"parallel.ranks ({parallel.ranks}) must be a multiple of parallel.replicate ({parallel.replicate})"
+    if parallel.ranks % parallel.tensor:
+        return f"parallel.ranks ({parallel.ranks}) must be a multiple of parallel.tensor ({parallel.tensor})"
+    copies = parallel.ranks // parallel.tensor
+    if copies % parallel.replicate:
+        divided = "parallel.ranks" if parallel.tensor == 1 else "parallel.ranks / parallel.tensor"
+        return f"{divided} ({copies}) must be a multiple of parallel.replicate ({parallel.replicate})"
     if parallel.replicate > 1 and not Stage.of(parallel.stage).shards_optimizer:
         return f"stage {parallel.stage} keeps every state whole on every rank; parallel.replicate must be 1"
-    pieces = parallel.ranks * parallel.accumulate
+    pieces = copies * parallel.accumulate
     if config.data.batch % pieces:
+        divided = "parallel.ranks" if parallel.tensor == 1 else "parallel.ranks / parallel.tensor"
         return (
-            f"data.batch ({config.data.batch}) must be a multiple of parallel.ranks * parallel.accumulate "
-            f"({parallel.ranks} * {parallel.accumulate} = {pieces})"
+            f"data.batch ({config.data.batch}) must be a multiple of {divided} * parallel.accumulate "
+            f"({copies} * {parallel.accumulate} = {pieces})"
         )
     return None
 
@@ -118,7 +126,7 @@ def _model(config: Config) -> str | None:
     if not config.model.path:
         if config.model.hidden % config.model.heads:
             return f"model.hidden ({config.model.hidden}) must be a multiple of model.heads ({config.model.heads})"
-        return None
+        return _spread({"model_type": "gpt2", "n_head": config.model.heads}, config)
     path = Path(config.model.path)
     settings = path / "config.json" if path.is_dir() else path
     if not settings.is_file():
@@ -134,7 +142,11 @@ def _model(config: Config) -> str | None:
     positions = values.get("max_position_embeddings", values.get("n_positions"))
     if isinstance(positions, int) and positions < config.data.sequence_length:
         return f"data.sequence_length is {config.data.sequence_length} but the model has {positions} positions"
-    return None
+    return _spread(values, config)
+
+
+def _spread(model: dict[str, Any], config: Config) -> str | None:
+    return check_tensor_parallel(model, config.parallel.tensor) if config.parallel.tensor > 1 else None
 
 
 def _data(config: Config) -> str | None:

@@ -70,11 +70,21 @@ class Parallel(Section):
     replicate: int = Field(
         default=1, ge=1, description="Copies of the model states: hybrid sharding over ranks / replicate when above 1."
     )
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks over which each block's heads and MLP are spread (tensor parallelism), for GPT-2 and Llama "
+        "and what is built like it. They see the same data; ranks / tensor share the batch.",
+    )
     accumulate: int = Field(default=1, ge=1, description="Micro-batches in a step.")
     precision: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Dtype of compute and of what is sent; the optimizer's parameters stay fp32."
     )
     prefetch: int = Field(default=1, ge=0, description="Units to gather ahead of the one that computes.")
+    bucket_bytes: int = Field(default=4 * 2**20, ge=1, description="Most bytes of one communication buffer.")
+    defragment: bool = Field(
+        default=False, description="Keep gradients and activation checkpoints in memory regions of their own."
+    )
     device: str = Field(
         default="auto", description="'cpu', 'cuda', ... 'auto': an accelerator if there is one, else cpu."
     )
@@ -82,6 +92,21 @@ class Parallel(Section):
         default=300,
         gt=0,
         description="Seconds that a rank waits for another, in a collective or while data is prepared.",
+    )
+
+
+class Activations(Section):
+    """What is kept from forward to backward."""
+
+    recompute: bool = Field(
+        default=False, description="Keep the inputs of blocks alone, and compute each block again in backward."
+    )
+    partition: bool = Field(
+        default=True, description="Cut those inputs over the ranks of parallel.tensor, which hold them alike."
+    )
+    keep_on: str = Field(
+        default="device",
+        description="Where those inputs are kept: 'device', 'cpu' for host memory, or a directory for files.",
     )
 
 
@@ -162,6 +187,7 @@ class Config(Section):
     model: Model = Model()
     data: Data = Data()
     parallel: Parallel = Parallel()
+    activations: Activations = Activations()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()

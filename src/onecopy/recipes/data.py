@@ -122,11 +122,12 @@ def prepare(config: Config, world: World, directory: Path) -> tuple[Batches, lis
             f"the training text makes {len(train)} sequences of {config.data.sequence_length} tokens, fewer than the "
             f"{config.data.batch} of one step; give more text, or a smaller data.batch or data.sequence_length"
         )
+    place = world.among_data(config.parallel.tensor)
     batches = Batches(
-        train, world, batch=config.data.batch, accumulate=config.parallel.accumulate, seed=config.run.seed
+        train, place, batch=config.data.batch, accumulate=config.parallel.accumulate, seed=config.run.seed
     )
     validation = _sequences(tokens[prepared.num_train :], config)
-    return batches, _evaluation_batches(validation, config, world), prepared.vocabulary
+    return batches, _evaluation_batches(validation, config, place), prepared.vocabulary
 
 
 def _evaluation_batches(validation: Tokens, config: Config, world: World) -> list[Batch]:

@@ -69,13 +69,14 @@ def print_start(console: Console, config: Config, model: nn.Module) -> None:
         "gradients": kind.shards_gradients,
         "parameters": kind.shards_parameters,
     }
-    share = parallel.ranks // parallel.replicate
+    share = parallel.ranks // parallel.tensor // parallel.replicate
     sharded = ", ".join(name for name, is_sharded in states.items() if is_sharded)
     whole = ", ".join(name for name, is_sharded in states.items() if not is_sharded)
     holds = [f"1/{share} of {sharded}" if sharded else "", f"whole {whole}" if whole else ""]
+    part = f" of its 1/{parallel.tensor} of each block" if parallel.tensor > 1 else ""
     console.print(
         f"{type(model).__name__}, {parameters:,} parameters, stage {parallel.stage} over {parallel.ranks} ranks "
-        f"({parallel.device}, {parallel.precision}); each rank holds {' and '.join(filter(None, holds))}",
+        f"({parallel.device}, {parallel.precision}); each rank holds {' and '.join(filter(None, holds))}{part}",
         soft_wrap=True,
     )
     console.print(f"run directory: {config.run.directory}", soft_wrap=True)

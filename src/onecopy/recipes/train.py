@@ -24,6 +24,7 @@ from onecopy.recipes.report import Report, print_start, print_summary
 from onecopy.recipes.schedule import build_optimizer, build_schedule
 from onecopy.recipes.settings import dump
 from onecopy.recipes.stop import StopRequest
+from onecopy.recipes.tensor_parallel import parallelize
 from onecopy.recipes.world import World
 from onecopy.report.machine import write_machine
 
@@ -45,16 +46,22 @@ def train(config: Config, world: World) -> bool:
     batches, evaluation_batches, vocabulary = prepare(config, world, directory)
 
     torch.manual_seed(config.run.seed)
-    model = onecopy.shard(
-        build_model(config, vocabulary).to(world.device),
+    model, mesh = build_model(config, vocabulary).to(world.device), _make_mesh(config, world)
+    if mesh is not None and parallel.tensor > 1:
+        parallelize(model, mesh["tensor"])
+    onecopy.shard(
+        model,
         parallel.stage,
-        mesh=_make_mesh(config, world),
+        mesh=mesh,
         precision=parallel.precision,
         accumulate=parallel.accumulate,
         prefetch=parallel.prefetch,
+        activations=_activations(config),
+        bucket_bytes=parallel.bucket_bytes,
+        defragment=parallel.defragment,
     )
-    # The same weights everywhere, but dropout of its own on each rank.
-    torch.manual_seed(config.run.seed + world.rank)
+    # The same weights everywhere, but dropout of its own on each rank that sees data of its own.
+    torch.manual_seed(config.run.seed + world.among_data(parallel.tensor).rank)
     optimizer = build_optimizer(model, config.optimizer)
     schedule = build_schedule(optimizer, config.schedule)
 
@@ -122,12 +129,21 @@ def _enter_run_directory(config: Config, world: World) -> tuple[Config, Path]:
 
 
 def _make_mesh(config: Config, world: World) -> DeviceMesh | None:
-    """Hybrid sharding's mesh: neighbours share a copy of the model states."""
-    copies = config.parallel.replicate
-    if copies == 1:
+    """Nearest neighbours share a model (tensor parallelism), the next a copy of its states (hybrid sharding)."""
+    parallel = config.parallel
+    if parallel.replicate == parallel.tensor == 1:
         return None
-    sizes = (copies, world.size // copies)
-    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    sizes = (parallel.replicate, world.size // parallel.replicate // parallel.tensor, parallel.tensor)
+    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+
+
+def _activations(config: Config) -> onecopy.Activations | None:
+    chosen = config.activations
+    if not chosen.recompute:
+        return None
+    return onecopy.Activations(
+        partition=chosen.partition, offload=None if chosen.keep_on == "device" else chosen.keep_on
+    )
 
 
 @contextmanager

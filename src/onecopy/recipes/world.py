@@ -40,6 +40,10 @@ class World:
     size: int
     device: torch.device
 
+    def among_data(self, tensor: int) -> World:
+        """This process's place among ranks that see different data, where ``tensor`` neighbours see the same."""
+        return World(self.rank // tensor, self.local_rank, self.size // tensor, self.device)
+
     @cached_property
     def _axis(self) -> Axis:
         ledger = Ledger()

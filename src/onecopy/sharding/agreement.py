@@ -12,7 +12,7 @@ from onecopy.errors import MismatchError
 
 
 def check_agreement(lines: Sequence[str], mesh: Mesh) -> None:
-    """Compare a description of the model and its settings over all ranks of the mesh.
+    """Compare a description of the model and its settings over all ranks of the mesh, the tensor axis included.
 
     Args:
         lines: the description; the first line that differs is named.
@@ -20,11 +20,9 @@ def check_agreement(lines: Sequence[str], mesh: Mesh) -> None:
     Raises:
         MismatchError: on every rank, if one rank's description differs.
     """
-    if mesh.size == 1:
-        return
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:6]
     own = float(int.from_bytes(digest, "big"))
-    for axis in mesh.axes:
+    for axis in (*mesh.axes, mesh.tensor):
         # Two maxima tell whether all are equal: the largest, and the largest of the negated.
         extremes = torch.tensor([own, -own], dtype=torch.float64, device=axis.control_device)
         if message := axis.combine(extremes, "agree", maximum=True):

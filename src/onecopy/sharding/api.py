@@ -13,11 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
 import onecopy.sharding.operations  # noqa: F401  (fills SlicedTensor's table of rules)
+from onecopy.activations.policy import Activations
+from onecopy.comm.dtensors import local_of
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Mesh, make_mesh
 from onecopy.errors import SettingsError, UsageError
+from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
-from onecopy.memory.staging import Staging
+from onecopy.memory.staging import DEFAULT_STAGING_BYTES, Staging
 from onecopy.sharding.agreement import check_agreement
 from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
@@ -26,10 +29,12 @@ from onecopy.sharding.engine import Engine
 from onecopy.sharding.optimizers import mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.tensor_parallel import describe, tensor_mesh
 from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
 
 _ENGINE = "_onecopy_engine"
+_ARENA = "_onecopy_arena"
 
 # Names the messages of buckets; models that are sharded one after the other must not share names.
 _bucket_numbers = itertools.count()
@@ -49,6 +54,9 @@ def shard(
     prefetch: int = 1,
     optimizer: Optimizer | None = None,
     broadcast_buffers: bool = False,
+    activations: Activations | None = None,
+    bucket_bytes: int = DEFAULT_STAGING_BYTES,
+    defragment: bool = False,
 ) -> ModelT:
     """Shard a model's states over the ranks, in place. Every rank calls it with the same model and settings.
 
@@ -60,8 +68,8 @@ def shard(
     Args:
         model: any module, on the device where it is to train, or on meta (see `materialize`).
         stage: what is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
-        mesh: axes named "shard" and/or "replicate"; None shards over all ranks of the default process group. Without a
-            process group there is one rank.
+        mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
+            all ranks of the default process group. Without a process group there is one rank.
         units: scopes gathered as one: "auto", or modules, module classes and names.
         precision: "fp32", "bf16", "fp16", a `Precision`, or None to keep every parameter's own dtype.
         accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
@@ -69,6 +77,11 @@ def shard(
         optimizer: one made before, to be changed in place to the sliced parameters, its states too.
         broadcast_buffers: before each training forward take the first rank's floating-point buffers; else each rank
             keeps its own.
+        activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
+            None leaves activations to the model.
+        bucket_bytes: most bytes of one communication buffer; larger units go through it in pieces.
+        defragment: keep gradients and activation checkpoints in regions of their own (`arena`), so that what lives
+            shorter leaves no holes between them. What the regions have reserved they keep.
 
     Returns:
         ``model``.
@@ -82,6 +95,7 @@ def shard(
     dtypes = Precision.of(precision)
     _check_count("accumulate", accumulate, at_least=1)
     _check_count("prefetch", prefetch, at_least=0)
+    _check_count("bucket_bytes", bucket_bytes, at_least=1)
     _check_not_sharded(model)
     scopes = find_parameters(model, find_scopes(model, units))
     if not scopes:
@@ -94,7 +108,8 @@ def shard(
         mesh,
         shards=kind.shards_optimizer,
         ledger=ledger,
-        staging=Staging(on_change=partial(meter.add, "communication")),
+        staging=Staging(bucket_bytes, on_change=partial(meter.add, "communication")),
+        tensor=tensor_mesh(model.named_parameters()),
     )
     settings = {
         "stage": stage,
@@ -102,13 +117,17 @@ def shard(
         "accumulate": accumulate,
         "prefetch": prefetch,
         "broadcast_buffers": broadcast_buffers,
+        "activations": activations,
+        "bucket_bytes": bucket_bytes,
+        "defragment": defragment,
     }
     lines = [f"{name}={value}" for name, value in settings.items()]
     check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
 
     modules = dict(model.named_modules())
+    regions = Arena() if defragment else None
     made = [
-        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter))
+        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter, regions))
         for name, found in scopes.items()
     ]
     engine = Engine(
@@ -123,6 +142,8 @@ def shard(
         prefetch=prefetch,
         syncs_buffers=broadcast_buffers,
     )
+    if activations is not None:
+        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter, regions)
     if device.type != "meta":
         sync_buffers(model, ranks, all_dtypes=True)
     if optimizer is not None:
@@ -131,6 +152,7 @@ def shard(
     watch(engine)
     for name, value in {
         _ENGINE: engine,
+        _ARENA: regions,
         "no_sync": engine.no_sync,
         "reduce_gradients": engine.reduce_gradients,
     }.items():
@@ -156,6 +178,17 @@ def meter(model: nn.Module) -> Meter:
     return engine_of(model).meter
 
 
+def arena(model: nn.Module) -> Arena | None:
+    """The regions in which a model that was sharded with ``defragment`` keeps gradients and activation checkpoints.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    engine_of(model)
+    regions: Arena | None = getattr(model, _ARENA)
+    return regions
+
+
 def padded_numel(model: nn.Module) -> int:
     """Elements that one gather of the whole model moves: its parameters and the padding between them."""
     return sum(bucket.layout.padded_numel for unit in engine_of(model).units for bucket in unit.buckets)
@@ -173,7 +206,9 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def _make_buckets(unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh, meter: Meter) -> list[Bucket]:
+def _make_buckets(
+    unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh, meter: Meter, regions: Arena | None
+) -> list[Bucket]:
     groups: dict[tuple[Dtypes, bool, torch.device], list[Found]] = {}
     for item in found:
         trainable = item.parameter.requires_grad
@@ -182,7 +217,9 @@ def _make_buckets(unit: str, found: Sequence[Found], precision: Precision, mesh:
     buckets = []
     for (dtypes, trainable, device), items in groups.items():
         number = next(_bucket_numbers)
-        bucket = Bucket(items, dtypes, trainable=trainable, mesh=mesh, meter=meter, index=number, unit=unit)
+        bucket = Bucket(
+            items, dtypes, trainable=trainable, mesh=mesh, meter=meter, index=number, unit=unit, arena=regions
+        )
         if device.type != "meta":
             bucket.load(item.parameter for item in items)
         bucket.show_sliced()
@@ -195,7 +232,8 @@ def _retire(scopes: dict[str, list[Found]]) -> None:
     for found in scopes.values():
         for item in found:
             mark_replaced(item.parameter, item.name)
-            item.parameter.data = item.parameter.data.new_empty(0)
+            local = local_of(item.parameter)
+            local.data = local.data.new_empty(0)
 
 
 def _replacements(scopes: dict[str, list[Found]], units: Sequence[Unit]) -> dict[nn.Parameter, SlicedTensor]:
@@ -210,7 +248,7 @@ def _describe_buffers(model: nn.Module) -> list[str]:
 def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
     return [
         f"unit {name or '(root)'!r} parameter {item.name!r} of shape {tuple(item.parameter.shape)}, "
-        f"{item.parameter.dtype}, requires_grad={item.parameter.requires_grad}"
+        f"{item.parameter.dtype}, requires_grad={item.parameter.requires_grad}{describe(item.parameter)}"
         for name, found in scopes.items()
         for item in found
     ]

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from onecopy.comm.collective import Collective
+from onecopy.comm.dtensors import address_of, is_dtensor, local_of
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
+from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.layout import ALIGNMENT, Layout
 from onecopy.sharding.precision import Dtypes
 from onecopy.sharding.sliced import SlicedTensor, Slicing, dense_strides, flatten
+from onecopy.sharding.tensor_parallel import spec_of
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -48,7 +51,8 @@ class Entry:
         places: every place that holds it.
         sliced: what they hold while the model is not computing.
         shown: the same object, as the `nn.Parameter` that it is to modules.
-        whole: what they hold while the unit computes: a plain leaf, whose gradient autograd fills.
+        whole: what they hold while the unit computes: a leaf, whose gradient autograd fills. Plain, or a DTensor where
+            the parameter was one.
     """
 
     name: str
@@ -67,6 +71,7 @@ class Bucket:
         meter: where its bytes are counted.
         index: number of the bucket in the model, the same on every rank; it names the bucket's messages.
         unit: name of its unit, for the ledger.
+        arena: where gradients lie, apart from what lives shorter; None takes them from PyTorch.
 
     Attributes:
         changes: how often the parameters were written to since they were sharded.
@@ -82,17 +87,21 @@ class Bucket:
         meter: Meter,
         index: int,
         unit: str,
+        arena: Arena | None = None,
     ) -> None:
         self.dtypes = dtypes
         self.trainable = trainable
         self.mesh = mesh
         self.meter = meter
         self.unit = unit
+        self._arena = arena
         self.tag = 16 * index
         self.changes = 0
-        self.shapes = [f.parameter.shape for f in found]
-        self.strides = [dense_strides(f.parameter) for f in found]
-        numels = tuple(f.parameter.numel() for f in found)
+        self.specs = [spec_of(f.parameter, mesh.tensor) for f in found]
+        local = [local_of(f.parameter) for f in found]
+        self.shapes = [tensor.shape for tensor in local]
+        self.strides = [dense_strides(tensor) for tensor in local]
+        numels = tuple(tensor.numel() for tensor in local)
         self.layout = Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies)
         self._segments = self.layout.segments(mesh.shard.rank)
         self.place_on(found[0].parameter.device, found)
@@ -109,29 +118,37 @@ class Bucket:
             self.meter.add("parameters_sliced", self.master.nbytes)
         self._fresh = self._aliased
         self._gathering: Collective | None = None
-        self._version = self._whole.views[0]._version
         self.entries = [self._entry(position, item) for position, item in enumerate(found)]
+        self._dtensors = [entry.whole for entry in self.entries if is_dtensor(entry.whole)]
+        self._version = self._whole_version
 
     def _entry(self, position: int, found: Found) -> Entry:
         segment = self._segments[position]
+        spec = self.specs[position]
         slicing = Slicing(
             found.name,
-            self.shapes[position],
-            self.strides[position],
+            spec.shape if spec else self.shapes[position],
+            spec.strides if spec else self.strides[position],
             segment.parameter_start,
             segment.numel,
             self.mesh.shard,
+            spec,
         )
         local = self.local(self.master, position)
         shown = nn.Parameter(SlicedTensor(local, slicing, on_write=self._written), self.trainable)
         sliced: Tensor = shown
         assert isinstance(sliced, SlicedTensor)
-        whole = nn.Parameter(self._whole.views[position], self.trainable)
+        whole = self.as_parameter(position, self._whole.views[position])
         for attribute, value in vars(found.parameter).items():
             if attribute not in vars(sliced):
                 setattr(sliced, attribute, value)
                 setattr(whole, attribute, value)
         return Entry(found.name, found.places, sliced, shown, whole)
+
+    def as_parameter(self, position: int, view: Tensor) -> nn.Parameter:
+        """What modules may hold for parameter ``position``, over the memory of ``view``."""
+        spec = self.specs[position]
+        return nn.Parameter(view if spec is None else spec.wrap(view), self.trainable)
 
     def buffer(self, dtype: torch.dtype, memory: Tensor | None = None) -> FlatBuffer:
         """A buffer for the whole bucket, over new memory of undefined content unless ``memory`` is given."""
@@ -139,6 +156,13 @@ class Bucket:
             with torch.inference_mode(False):
                 memory = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         return FlatBuffer(self.layout, self.shapes, self.strides, memory)
+
+    def empty_gradient_slice(self) -> Tensor:
+        """Memory for this rank's slice of the gradients, in the accumulate dtype."""
+        numel, dtype = self.layout.slice_numel, self.dtypes.accumulate
+        if self._arena is not None:
+            return self._arena.empty("gradients", numel, dtype, self.device)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def local(self, flat_slice: Tensor, position: int) -> Tensor:
         """The part of parameter ``position`` in this rank's slice, 1-D."""
@@ -151,8 +175,8 @@ class Bucket:
         Raises:
             UsageError: if whole parameters were written to meanwhile, which would be lost.
         """
-        if self._whole.views[0]._version != self._version:
-            self._version = self._whole.views[0]._version
+        if self._whole_version != self._version:
+            self._version = self._whole_version
             raise UsageError(
                 f"parameters of unit {self.unit!r} were written to while it computed, which would be lost: edit them "
                 f"outside of forward, inside `with onecopy.gathered(model, write=True):`."
@@ -160,6 +184,11 @@ class Bucket:
         for entry in self.entries:
             for module, attribute in entry.places:
                 module._parameters[attribute] = entry.shown
+
+    @property
+    def _whole_version(self) -> int:
+        """Counts writes to the whole parameters. A DTensor counts its own, apart from the memory's."""
+        return self._whole.views[0]._version + sum(whole._version for whole in self._dtensors)
 
     def show_whole(self) -> None:
         """Let modules hold the whole parameters; only while they are gathered."""
@@ -171,12 +200,18 @@ class Bucket:
     # --- values
 
     def load(self, whole: Iterable[Tensor]) -> None:
-        """Set the slices from whole parameters; those of the mesh's first rank count. It sends (N-1)/N of them."""
+        """Set the slices from whole parameters; those of the mesh's first rank count. It sends (N-1)/N of them.
+
+        Plain parameters are made equal over the tensor axis too.
+        """
         flat = torch.zeros(self.layout.padded_numel, dtype=self.dtypes.master, device=self.device)
-        for tensor, offset, numel, strides in zip(
-            whole, self.layout.offsets, self.layout.numels, self.strides, strict=True
+        for tensor, offset, numel, strides, spec in zip(
+            whole, self.layout.offsets, self.layout.numels, self.strides, self.specs, strict=True
         ):
-            flat[offset : offset + numel].copy_(flatten(tensor.detach(), strides))
+            part = flat[offset : offset + numel]
+            part.copy_(flatten(local_of(tensor).detach(), strides))
+            if spec is None:
+                self.mesh.tensor.broadcast(part, self.unit, self.tag + 11)
         self.load_flat(flat)
 
     def load_flat(self, flat: Tensor) -> None:
@@ -245,7 +280,7 @@ class Bucket:
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at memory that `release` gives back."""
         memory = self._whole.flat.untyped_storage().data_ptr()
-        return not self._aliased and memory != 0 and tensor.untyped_storage().data_ptr() == memory
+        return not self._aliased and memory != 0 and address_of(tensor) == memory
 
     def check(self) -> None:
         """Raise `UsageError` if a parameter was replaced, hooked, frozen or unfrozen since it was sharded."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from onecopy.errors import UsageError
 from onecopy.sharding.boxes import Box, find_boxes
 
 if TYPE_CHECKING:
@@ -22,7 +23,15 @@ def boxes_of(slicing: Slicing) -> list[Box]:
     """The boxes that a slice holds, in the dimensions' own order; `Box.start` counts in memory order.
 
     A parameter without elements is one empty box, the same on every rank.
+
+    Raises:
+        UsageError: for a parameter that is cut over a tensor axis too.
     """
+    if slicing.spec is not None and slicing.spec.is_cut:
+        raise UsageError(
+            f"{slicing.name!r} is cut over the tensor axis, which checkpoints do not know yet: save whole parameters, "
+            f"model.state_dict() inside `with onecopy.gathered(model):`."
+        )
     if 0 in slicing.shape:
         return [Box((0,) * len(slicing.shape), tuple(slicing.shape), 0)]
     order = slicing.memory_order

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.collective import Collective
+from onecopy.comm.dtensors import local_of
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import Bucket, Entry
 from onecopy.sharding.flat import FlatBuffer
@@ -35,10 +36,18 @@ class _Gradient:
     def __init__(self, entry: Entry) -> None:
         self.sliced = entry.sliced
         self.whole = entry.whole
+        self._spec = entry.sliced.slicing.spec
         self.pending = PendingGradient(entry.sliced.local, entry.sliced.slicing)
         self.arrived = False
         # A gradient that had been reduced before later micro-batches were kept.
         self.earlier: SlicedTensor | None = None
+
+    @property
+    def local(self) -> Tensor:
+        """What autograd has put into the whole leaf, as the bucket holds it."""
+        arrived = self.whole.grad
+        assert arrived is not None
+        return arrived if self._spec is None else self._spec.local(arrived)
 
     @property
     def is_pending(self) -> bool:
@@ -104,7 +113,7 @@ class Gradients:
         if not gradient.arrived:
             gradient.arrived = True
             self._missing -= 1
-            self._count_arrived(arrived.nbytes)
+            self._count_arrived(local_of(arrived).nbytes)
         if self._missing == 0 and self.on_arrival is not None:
             self.on_arrival()
 
@@ -243,7 +252,7 @@ class Gradients:
                 torch._foreach_add_(views, [g.to(kept.flat.dtype) for g in self._arrived_gradients()])
 
     def _arrived_gradients(self) -> list[Tensor]:
-        return [g.whole.grad for g in self._gradients if g.arrived and g.whole.grad is not None]
+        return [g.local for g in self._gradients if g.arrived]
 
     def _forget_arrived(self) -> None:
         self._missing = len(self._gradients)
@@ -260,7 +269,7 @@ class Gradients:
         if mesh.shard.size == 1:
             sent = outgoing.flat
         else:
-            self._reduced = torch.empty(bucket.layout.slice_numel, dtype=bucket.dtypes.accumulate, device=bucket.device)
+            self._reduced = bucket.empty_gradient_slice()
             if collective := mesh.shard.reduce_scatter(outgoing.flat, self._reduced, bucket.unit, bucket.tag + 3):
                 yield collective
             del outgoing
@@ -272,7 +281,7 @@ class Gradients:
         for position, axis in enumerate(mesh.replicate):
             if collective := axis.all_reduce(sent, bucket.unit, bucket.tag + 4 + 2 * position):
                 yield collective
-        self._reduced = sent.to(bucket.dtypes.accumulate)
+        self._reduced = bucket.empty_gradient_slice().copy_(sent)
         if mesh.shard.size == 1:
             bucket.meter.add("gradients_whole", -nbytes)
             bucket.meter.add("gradients_sliced", self._reduced.nbytes)

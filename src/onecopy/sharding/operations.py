@@ -163,7 +163,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _partial_norm(tensor: SlicedTensor, order: Any, dtype: torch.dtype | None) -> PartialNorm:
-    return partial_norm(tensor.local, tensor.slicing.axis, float(order), dtype or tensor.dtype)
+    return partial_norm(tensor.local, tensor.slicing.spread, float(order), dtype or tensor.dtype)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -179,7 +179,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler: an infinity that one rank sees in its slices is an infinity to all of them."""
     gradients, found, inverse_scale = args
     func(_locals(gradients), found, inverse_scale)
-    for axis in {t.slicing.axis for t in gradients if isinstance(t, SlicedTensor)}:
+    for axis in dict.fromkeys(axis for t in gradients if isinstance(t, SlicedTensor) for axis in t.slicing.spread):
         worst = found.reshape(1)
         if collective := axis.combine(worst, "overflow", maximum=True):
             collective.finish()

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
 from onecopy.sharding.pending import PendingGradient
@@ -116,7 +117,11 @@ def _slice_states(optimizer: Optimizer) -> None:
     for parameter, states in optimizer.state.items():
         if not isinstance(parameter, SlicedTensor):
             continue
-        whole = [n for n, v in states.items() if type(v) is Tensor and v.dim() and v.shape == parameter.shape]
+        whole = [
+            name
+            for name, value in states.items()
+            if (type(value) is Tensor or is_dtensor(value)) and value.dim() and value.shape == parameter.shape
+        ]
         for name in whole:
             states[name] = _sliced_state(states[name], parameter.slicing)
         if states and not whole:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onecopy.comm.dtensors import address_of, local_of
 from onecopy.comm.timeline import Timeline
 from onecopy.memory.meter import Meter
 from onecopy.sharding.api import engine_of
@@ -89,11 +90,10 @@ class _SavedTensors:
         self._holders: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Any:
-        memory = tensor.untyped_storage()
-        address = memory.data_ptr()
+        address = address_of(tensor)
         if not address or any(unit.shares_memory(tensor) for unit in self._engine.units):
             return tensor
-        return _Held(tensor, address, memory.nbytes(), self._holders, self._meter)
+        return _Held(tensor, address, local_of(tensor).untyped_storage().nbytes(), self._holders, self._meter)
 
     def unpack(self, packed: Any) -> Tensor:
         tensor: Tensor = packed.tensor if isinstance(packed, _Held) else packed

@@ -20,6 +20,7 @@ from torch import Tensor
 from onecopy.comm.mesh import Axis
 from onecopy.errors import UsageError
 from onecopy.sharding import checkpointable
+from onecopy.sharding.tensor_parallel import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Slicing:
         start: the first element held, in the flattened parameter.
         numel: how many are held; may be 0.
         axis: the mesh axis along which the other slices lie.
+        spec: of a parameter that is a DTensor; then the slice is one of this rank's local tensor.
     """
 
     name: str
@@ -41,6 +43,12 @@ class Slicing:
     start: int
     numel: int
     axis: Axis
+    spec: TensorSpec | None = None
+
+    @property
+    def spread(self) -> tuple[Axis, ...]:
+        """The mesh axes along which other elements of the same parameter lie."""
+        return (self.axis, self.spec.axis) if self.spec is not None and self.spec.is_cut else (self.axis,)
 
     @property
     def memory_order(self) -> list[int]:
@@ -49,6 +57,8 @@ class Slicing:
 
     def cut(self, whole: Tensor) -> Tensor:
         """This rank's elements of ``whole`` (full shape, any strides), 1-D."""
+        if self.spec is not None:
+            whole = self.spec.local(whole)
         return flatten(whole, self.strides)[self.start : self.start + self.numel]
 
     def matches(self, other: Slicing) -> bool:
@@ -58,6 +68,7 @@ class Slicing:
             and self.strides == other.strides
             and self.start == other.start
             and self.numel == other.numel
+            and self.spec == other.spec
         )
 
 

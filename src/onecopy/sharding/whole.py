@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers
@@ -24,6 +25,7 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
     """Make parameters whole inside a `with` block; every rank must enter it.
 
     Inside, the modules hold plain `nn.Parameter`s of full shape in the master dtype: generate, inspect, save, edit.
+    Those that tensor parallelism has made DTensors are DTensors again, whose `full_tensor()` is the whole.
     Memory: all of the parameters asked for, on every rank. Traffic: (N-1)/N of them; with ``write`` that much again.
 
     Args:
@@ -152,17 +154,21 @@ class _Opened:
     def __init__(self, bucket: Bucket, wanted: list[SlicedTensor] | None, *, gather: bool = True) -> None:
         self._bucket = bucket
         self._buffer: FlatBuffer = bucket.gather_masters() if gather else bucket.buffer(bucket.dtypes.master)
-        self._version = self._buffer.views[0]._version
         self.shown: list[tuple[SlicedTensor, nn.Parameter]] = []
-        for entry, view in zip(bucket.entries, self._buffer.views, strict=True):
+        for position, (entry, view) in enumerate(zip(bucket.entries, self._buffer.views, strict=True)):
             if wanted is not None and not any(entry.sliced is parameter for parameter in wanted):
                 continue
-            whole = nn.Parameter(view, bucket.trainable)
+            whole = bucket.as_parameter(position, view)
             if bucket.trainable:
                 whole.register_post_accumulate_grad_hook(_refuse_gradient)
             self.shown.append((entry.sliced, whole))
             for module, attribute in entry.places:
                 module._parameters[attribute] = whole
+        self._written = self._writes()
+
+    def _writes(self) -> int:
+        """Counts writes. Plain parameters share the count of the buffer's views; each DTensor has its own."""
+        return self._buffer.views[0]._version + sum(w._version for _, w in self.shown if is_dtensor(w))
 
     def close(self) -> None:
         self._bucket.show_sliced()
@@ -170,7 +176,7 @@ class _Opened:
     def store(self, write: bool) -> None:
         if write:
             self._bucket.load_flat(self._buffer.flat)
-        elif self._buffer.views[0]._version != self._version or not self._bucket.equals_slice(self._buffer.flat):
+        elif self._writes() != self._written or not self._bucket.equals_slice(self._buffer.flat):
             raise UsageError(
                 f"parameters of unit {self._bucket.unit!r} were changed inside onecopy.gathered, which would be lost: "
                 f"pass write=True to keep the first rank's changes, or edit copies."

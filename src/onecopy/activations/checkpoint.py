@@ -1,0 +1,118 @@
+"""checkpoint: a module or function whose inside is recomputed in backward, its inputs cut and moved as asked for."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from onecopy.activations.partition import Partition
+from onecopy.activations.region import Region
+from onecopy.activations.store import make_store
+from onecopy.comm.ledger import Ledger
+from onecopy.comm.mesh import Axis, make_mesh
+from onecopy.errors import SettingsError, UsageError
+from onecopy.memory.arena import Arena
+from onecopy.memory.meter import Meter
+from onecopy.memory.staging import Staging
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_REGION = "_onecopy_region"
+
+
+def checkpoint(
+    target: F,
+    mesh: DeviceMesh | None = None,
+    *,
+    offload: str | os.PathLike[str] | None = None,
+    ledger: Ledger | None = None,
+    meter: Meter | None = None,
+) -> F:
+    """Keep only the inputs of a module or function for backward, and compute its inside again there.
+
+    It behaves as `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`: RNG states, autocast, keyword, nested
+    and other arguments are preserved, and dropout draws the same masks again. On top of that, an argument that requires
+    a gradient and that all ranks of ``mesh`` hold alike is kept in M parts, one on each rank, and all-gathered before
+    it is needed (P_a of ZeRO §6.1). One that is cut already, as by sequence parallelism, is kept as it is.
+
+    Bytes kept: the arguments, ÷ M where they are cut. Bytes sent: (M - 1)/M of those that are cut, in each backward.
+
+    Args:
+        target: a module, which is changed in place, or a function.
+        mesh: the tensor axis, ``mesh["tensor"]``; None cuts nothing.
+        offload: where the arguments are kept: None on their device, "cpu" in host memory, or the path of a directory.
+        ledger: where gathers are booked, such as `onecopy.ledger(model)`.
+        meter: where bytes are counted, such as `onecopy.meter(model)`.
+
+    Returns:
+        ``target`` if it is a module; otherwise a function to call in its place.
+
+    Raises:
+        SettingsError: for a mesh of other axes than "tensor", or an ``offload`` that cannot work.
+        UsageError: if a module is checkpointed already.
+    """
+    ledger = ledger or Ledger()
+    axis = Axis("tensor", None, Staging(), ledger)
+    if mesh is not None:
+        if mesh.mesh_dim_names != ("tensor",):
+            raise SettingsError(
+                f'activations are cut over the tensor axis: pass mesh["tensor"]; found axes {mesh.mesh_dim_names}.'
+            )
+        axis = make_mesh(mesh, shards=True, ledger=ledger, staging=Staging()).tensor
+    return checkpoint_over(target, axis, offload=offload, meter=meter or Meter(ledger), unit="")
+
+
+def checkpoint_over(
+    target: F,
+    axis: Axis,
+    *,
+    offload: str | os.PathLike[str] | None,
+    meter: Meter,
+    unit: str,
+    arena: Arena | None = None,
+) -> F:
+    """As `checkpoint`, over an axis that is made already; gathers are booked under ``unit``."""
+    kept_on_device = arena if offload is None else None
+    partition = Partition(axis, make_store(offload, meter), unit, kept_on_device)
+    if isinstance(target, nn.Module):
+        if hasattr(target, _REGION):
+            raise UsageError(f"this {type(target).__name__} is checkpointed already")
+        region = Region(target.forward, partition)
+        setattr(target, _REGION, region)
+        # Other hooks of the module stay outside: they run once, with the inputs and outputs that callers see.
+        target.register_forward_pre_hook(torch.compiler.disable(functools.partial(_begin, region)), with_kwargs=True)
+        target.register_forward_hook(
+            torch.compiler.disable(functools.partial(_end, region)), prepend=True, always_call=True
+        )
+        return target
+    region = Region(target, partition)
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        region.begin(args, kwargs)
+        try:
+            result = target(*args, **kwargs)
+        except BaseException:
+            region.end(failed=True)
+            raise
+        region.end()
+        return result
+
+    wrapped: Any = call
+    checkpointed: F = wrapped
+    return checkpointed
+
+
+def _begin(region: Region, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    region.begin(args, kwargs)
+
+
+def _end(region: Region, _: nn.Module, __: Any, output: Any) -> None:
+    # A forward that raised comes here too, without an output.
+    region.end(failed=output is None)

@@ -1,0 +1,67 @@
+"""Activations: what `onecopy.shard` is told about activation checkpoints, and the modules that it means."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Final
+
+from torch import nn
+
+from onecopy.activations.checkpoint import checkpoint_over
+from onecopy.comm.mesh import Axis
+from onecopy.errors import SettingsError
+from onecopy.memory.arena import Arena
+from onecopy.memory.meter import Meter
+
+_CHECKPOINTS: Final = ("none", "units")
+
+
+@dataclass(frozen=True)
+class Activations:
+    """How activations are kept from forward to backward.
+
+    Attributes:
+        checkpoint: "units" keeps the inputs of units alone and computes each unit again in backward, about a third
+            more compute; "none" leaves activations to the model.
+        partition: whether inputs that all ranks of the tensor axis hold alike are cut over it (P_a).
+        offload: where inputs are kept: None on their device, "cpu" in host memory (P_a+cpu), or a directory's path.
+    """
+
+    checkpoint: str = "units"
+    partition: bool = True
+    offload: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.checkpoint not in _CHECKPOINTS:
+            close = get_close_matches(str(self.checkpoint), _CHECKPOINTS, n=1, cutoff=0.0)
+            raise SettingsError(
+                f'Activations.checkpoint must be "units" or "none"; found {self.checkpoint!r}, did you mean '
+                f"{close[0]!r}?"
+            )
+        if self.checkpoint == "none" and self.offload is not None:
+            raise SettingsError('Activations.offload moves checkpoints, of which checkpoint="none" makes none.')
+
+    def apply(self, scopes: Iterable[tuple[str, nn.Module]], tensor: Axis, meter: Meter, arena: Arena | None) -> None:
+        """Checkpoint units.
+
+        Left out are the root, which would compute everything again; single layers, which keep their inputs anyway; and
+        units inside of a unit that is checkpointed.
+
+        Args:
+            scopes: units by name, outer ones first.
+            tensor: the tensor axis.
+            meter: where bytes are counted.
+            arena: where inputs that stay on the device are kept; None takes memory for them from PyTorch.
+        """
+        if self.checkpoint == "none":
+            return
+        axis = tensor if self.partition else tensor.alone()
+        done: list[str] = []
+        for name, scope in scopes:
+            inside = any(name.startswith(f"{outer}.") for outer in done)
+            if name and not inside and next(scope.children(), None) is not None:
+                checkpoint_over(scope, axis, offload=self.offload, meter=meter, unit=name, arena=arena)
+                done.append(name)
