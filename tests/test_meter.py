@@ -135,7 +135,7 @@ def _profiled(rank: int, stage: int, folder: Path) -> tuple[int, int, dict[str, 
     return saved.nbytes, int(max(sample["activations"] for sample in seen.memory)), json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_profile_sees_plain_pytorchs_activations_and_the_ledgers_bytes(stage: int, tmp_path: Path) -> None:
     """Oracles: storages saved for the plain model; the paper's volume 2Ψ or 3Ψ for the events' bytes."""
     psi = ROOT + 4 * BLOCK
@@ -149,3 +149,44 @@ def test_profile_sees_plain_pytorchs_activations_and_the_ledgers_bytes(stage: in
         units = {event["unit"] for event in events if event["lane"] == "compute" and event["phase"] == "backward"}
         assert units == {"", *(f"blocks.{i}" for i in range(4))}
         assert (content["step"], content["stage"], content["ranks"]) == (2, stage, 2)
+
+
+def _accumulated(rank: int, stage: int) -> tuple[int, int]:
+    model = onecopy.shard(Net(4), stage, accumulate=3)
+    meter = onecopy.meter(model)
+    for _ in range(3):
+        (model(_batch(rank)) / 3).backward()
+    held = sum(p.grad.local.nbytes for p in model.parameters() if isinstance(p.grad, onecopy.SlicedTensor))
+    return meter.live["gradients_sliced"], held
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_of_several_micro_batches_are_counted_once(stage: int) -> None:
+    """Oracle: the slices in p.grad. Padding, less than 8 elements a bucket and rank, is counted too."""
+    for counted, held in run_ranks(2, _accumulated, stage):
+        assert held <= counted < held + 8 * 4 * 6
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_saving_and_loading_are_phases_with_a_peak(stage: int, tmp_path: Path) -> None:
+    """Oracle: slices and AdamW's two moments, which a save between steps finds, in fp32."""
+
+    def run(rank: int) -> dict[str, dict[str, int]]:
+        torch.manual_seed(0)
+        model = onecopy.shard(Net(2), stage)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(_batch(rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        meter = onecopy.meter(model)
+        meter.reset_peaks()
+        onecopy.save(tmp_path, model, optimizer)
+        onecopy.load(tmp_path, model, optimizer)
+        return dict(meter.peaks)
+
+    peaks = run_ranks(2, run)[0]
+    assert set(peaks) == {"save", "load"}
+    parameters = sum(p.numel() for p in Net(2).parameters()) / (1 if stage == 0 else 2)
+    for peak in peaks.values():
+        assert peak["parameters_sliced"] == pytest.approx(4 * parameters, rel=0.01)
+        assert peak["optimizer"] == pytest.approx(8 * parameters, rel=0.01)

@@ -27,6 +27,7 @@ from onecopy.checkpoint.optimizer import States, make_states, put_states
 from onecopy.checkpoint.random import put_generators, unpack
 from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.errors import CheckpointError, DamagedCheckpointError
+from onecopy.sharding.api import phase_of
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def load(
     if same_ranks and f"ranks.{group.rank}" in saved:
         own_rank = torch.empty(saved[f"ranks.{group.rank}"].size, dtype=torch.uint8)
         wanted[f"ranks.{group.rank}"] = own_rank
-    read_tensors(Reader(path), wanted)
+    with phase_of(model, "load"):
+        read_tensors(Reader(path), wanted)
 
     if optimizer is not None:
         put_states(optimizer, named, states, job["optimizer"])

@@ -16,7 +16,7 @@ from onecopy.checkpoint.optimizer import take_states
 from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.writing import Contents, Saving, write
 from onecopy.errors import SettingsError, UsageError
-from onecopy.sharding.api import engine_of
+from onecopy.sharding.api import engine_of, phase_of
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor
 
@@ -83,19 +83,20 @@ def save(
         if group.rank == 0:
             kept.update({Path(file).name: Path(file).read_bytes() for file in assets})
 
-    # What one rank cannot save, no rank goes on with.
-    group.together("collecting what to save", collect)
-    return write(
-        Path(directory),
-        contents,
-        {f"model.{alias}": f"model.{name}" for alias, name in named.aliases.items()},
-        job[0],
-        kept,
-        step=step,
-        keep=keep,
-        background=background,
-        saved_by={"parameters": sum(p.numel() for p in named.parameters.values()), **_describe(model, optimizer)},
-    )
+    with phase_of(model, "save"):
+        # What one rank cannot save, no rank goes on with.
+        group.together("collecting what to save", collect)
+        return write(
+            Path(directory),
+            contents,
+            {f"model.{alias}": f"model.{name}" for alias, name in named.aliases.items()},
+            job[0],
+            kept,
+            step=step,
+            keep=keep,
+            background=background,
+            saved_by={"parameters": sum(p.numel() for p in named.parameters.values()), **_describe(model, optimizer)},
+        )
 
 
 def _collect(named: Named, optimizer: Optimizer | None, rank: int) -> tuple[Contents, dict[str, Any]]:

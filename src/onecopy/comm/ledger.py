@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from onecopy.comm.timeline import Timeline
 
-Phase = Literal["setup", "forward", "backward", "step"]
+Phase = Literal["setup", "load", "forward", "backward", "step", "save"]
 
 STATE_OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce")
 """The operations that carry model states, whose volume ZeRO §7 gives; all others are small control messages."""
@@ -26,7 +26,7 @@ class Entry:
     Attributes:
         op: "all_gather", "reduce_scatter", "all_reduce"; or "activations", an activation checkpoint made whole over the
             tensor axis; or a control message: "agree", "norm", "overflow"; or the set-up's "broadcast".
-        phase: what the model was doing: "setup", "forward", "backward" or "step".
+        phase: what the model was doing: "setup" (`onecopy.shard`), "load", "forward", "backward", "step" or "save".
         unit: the unit whose parameters travelled; "" for control messages.
         axis: the mesh axis.
         calls: how many there were.

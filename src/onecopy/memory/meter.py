@@ -51,11 +51,15 @@ class Meter:
         """Count ``nbytes`` more (or, if negative, less) in ``category``."""
         self.live[category] += nbytes
         self._total += nbytes
-        if nbytes > 0 and self._total > self._highest.get(self._ledger.phase, -1):
+        if nbytes >= 0 and self._total > self._highest.get(self._ledger.phase, -1):
             self._highest[self._ledger.phase] = self._total
             self.peaks[self._ledger.phase] = dict(self.live)
         if self.listener is not None:
             self.listener()
+
+    def mark(self) -> None:
+        """A phase begins: what is live counts towards its peak, also if nothing is added."""
+        self.add("communication", 0)
 
     def add_off_device(self, category: str, nbytes: int) -> None:
         """Count ``nbytes`` more or less of ``category`` in host memory or in files."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 import onecopy.sharding.operations  # noqa: F401  (fills SlicedTensor's table of rules)
 from onecopy.activations.policy import Activations
 from onecopy.comm.dtensors import local_of
-from onecopy.comm.ledger import Ledger
+from onecopy.comm.ledger import Ledger, Phase
 from onecopy.comm.mesh import Mesh, make_mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.arena import Arena
@@ -192,6 +193,18 @@ def arena(model: nn.Module) -> Arena | None:
 def padded_numel(model: nn.Module) -> int:
     """Elements that one gather of the whole model moves: its parameters and the padding between them."""
     return sum(bucket.layout.padded_numel for unit in engine_of(model).units for bucket in unit.buckets)
+
+
+@contextmanager
+def phase_of(model: nn.Module, phase: Phase) -> Iterator[None]:
+    """Book traffic and peaks inside the block under ``phase``, if ``model`` is sharded."""
+    engine = getattr(model, _ENGINE, None)
+    if not isinstance(engine, Engine):
+        yield
+        return
+    with engine.ledger.during(phase):
+        engine.meter.mark()
+        yield
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -277,6 +277,11 @@ class Bucket:
                 self.meter.add("parameters_gathered", -self._whole.nbytes)
             self._fresh = False
 
+    def shows(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` looks at the whole parameters."""
+        memory = self._whole.flat.untyped_storage().data_ptr()
+        return memory != 0 and tensor.untyped_storage().data_ptr() == memory
+
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at memory that `release` gives back."""
         memory = self._whole.flat.untyped_storage().data_ptr()

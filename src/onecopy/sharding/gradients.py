@@ -64,12 +64,14 @@ class _Gradient:
             self.sliced.grad = self.earlier
         self.earlier = None
 
-    def install(self, gradient: SlicedTensor) -> None:
+    def install(self, gradient: SlicedTensor) -> bool:
+        """Add to `p.grad`. Returns whether there was one already, so that ``gradient``'s own memory goes."""
         present: Any = self.earlier if self.is_pending else self.sliced.grad
         if present is not None:
             present.add_(gradient)
         self.sliced.grad = gradient if present is None else present
         self.earlier = None
+        return present is not None
 
 
 class Gradients:
@@ -195,7 +197,8 @@ class Gradients:
                 gradient.show_pending()
             elif use:
                 local = self._bucket.local(reduced, position)
-                gradient.install(SlicedTensor(local, gradient.sliced.slicing))
+                if gradient.install(SlicedTensor(local, gradient.sliced.slicing)):
+                    self._bucket.meter.add("gradients_sliced", -local.nbytes)
 
     @property
     def reduced(self) -> bool:

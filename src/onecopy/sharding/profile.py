@@ -91,7 +91,7 @@ class _SavedTensors:
 
     def pack(self, tensor: Tensor) -> Any:
         address = address_of(tensor)
-        if not address or any(unit.shares_memory(tensor) for unit in self._engine.units):
+        if not address or any(unit.shows(tensor) for unit in self._engine.units):
             return tensor
         return _Held(tensor, address, local_of(tensor).untyped_storage().nbytes(), self._holders, self._meter)
 

@@ -148,6 +148,10 @@ class Unit:
         for bucket in self.buckets:
             bucket.show_sliced()
 
+    def shows(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` looks at the unit's whole parameters."""
+        return any(bucket.shows(tensor) for bucket in self.buckets)
+
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at memory that `release` gives back."""
         return any(bucket.shares_memory(tensor) for bucket in self.buckets)
