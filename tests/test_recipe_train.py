@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -382,3 +383,20 @@ def test_planned_stands_beside_measured(tmp_path: Path, text: Path, size: int, s
     for category in measured:
         assert planned[category] == pytest.approx(measured[category], abs=0.05 * sum(measured.values())), category
     assert summary["planned"]["bytes_sent"] == pytest.approx(summary["bytes_sent_per_step"]["total"]["measured"])
+
+
+def test_every_figure_is_documented_and_sums_up(text: Path, tmp_path: Path) -> None:
+    """Oracles: the table of docs/train.md; a step's bytes are those of its operations."""
+    records, _ = run(tmp_path, 2, data__train=[str(text)], schedule__steps=5)
+    page = (Path(__file__).parents[1] / "docs" / "train.md").read_text()
+    table = page.split("Names in `metrics.jsonl`")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([a-z_/]+)`", table)) - {"train/", "evaluation/"}
+    found = set()
+    for record in records:
+        for name, value in record.items():
+            found |= {f"{name}/{part}" for part in value} if isinstance(value, dict) else {name}
+    assert found - {"kind", "step"} == named
+    train_records = [record for record in records if record["kind"] == "train"]
+    assert train_records
+    for record in train_records:
+        assert sum(record["sent"].values()) == record["bytes_sent"] > 0

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import onecopy
+from onecopy.comm.ledger import STATE_OPERATIONS
 from onecopy.planner.traffic import step_elements
 from onecopy.recipes.config import Config
 from onecopy.recipes.metrics import Record
@@ -139,6 +140,8 @@ class Account:
             "seconds": seconds,
             "tokens_per_second": self._tokens / seconds,
             "bytes_sent": float(traffic.state_bytes),
+            **{f"sent/{op}": float(traffic.bytes_sent(op)) for op in STATE_OPERATIONS},
+            "exposed_seconds": sum(entry.exposed for entry in traffic.entries),
             "peak_memory": float(peak_memory(self._world.device)),
             **{f"memory/{category}": float(nbytes) for category, nbytes in self._meter.peak.items()},
         }
