@@ -133,6 +133,7 @@ class Bucket:
             segment.numel,
             self.mesh.shard,
             spec,
+            self.mesh.tensor.rank > 0 and not (spec is not None and spec.is_cut),
         )
         local = self.local(self.master, position)
         shown = nn.Parameter(SlicedTensor(local, slicing, on_write=self._written), self.trainable)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onecopy.errors import UsageError
 from onecopy.sharding.boxes import Box, find_boxes
 
 if TYPE_CHECKING:
@@ -22,23 +21,21 @@ if TYPE_CHECKING:
 def boxes_of(slicing: Slicing) -> list[Box]:
     """The boxes that a slice holds, in the dimensions' own order; `Box.start` counts in memory order.
 
-    A parameter without elements is one empty box, the same on every rank.
-
-    Raises:
-        UsageError: for a parameter that is cut over a tensor axis too.
+    Of a parameter that is cut over a tensor axis too, `Box.start` counts in this rank's part. A parameter without
+    elements is one empty box, the same on every rank.
     """
-    if slicing.spec is not None and slicing.spec.is_cut:
-        raise UsageError(
-            f"{slicing.name!r} is cut over the tensor axis, which checkpoints do not know yet: save whole parameters, "
-            f"model.state_dict() inside `with onecopy.gathered(model):`."
-        )
     if 0 in slicing.shape:
         return [Box((0,) * len(slicing.shape), tuple(slicing.shape), 0)]
+    first, sizes = ((0,) * len(slicing.shape), slicing.shape) if slicing.spec is None else slicing.spec.part
     order = slicing.memory_order
     inverse = [order.index(dim) for dim in range(len(order))]
     return [
-        Box(tuple(box.offsets[i] for i in inverse), tuple(box.sizes[i] for i in inverse), box.start)
-        for box in find_boxes([slicing.shape[dim] for dim in order], slicing.start, slicing.numel)
+        Box(
+            tuple(start + box.offsets[i] for start, i in zip(first, inverse, strict=True)),
+            tuple(box.sizes[i] for i in inverse),
+            box.start,
+        )
+        for box in find_boxes([sizes[dim] for dim in order], slicing.start, slicing.numel)
     ]
 
 
@@ -66,7 +63,7 @@ def write_items(tensor: SlicedTensor, name: str) -> list[Any]:
                 size=tensor.size(),
             ),
         )
-        for box in boxes_of(tensor.slicing)
+        for box in ([] if tensor.slicing.is_copy else boxes_of(tensor.slicing))
     ]
 
 

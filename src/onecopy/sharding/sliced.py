@@ -35,6 +35,7 @@ class Slicing:
         numel: how many are held; may be 0.
         axis: the mesh axis along which the other slices lie.
         spec: of a parameter that is a DTensor; then the slice is one of this rank's local tensor.
+        is_copy: another rank of the tensor axis holds these elements too, though maybe cut elsewhere, and saves them.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Slicing:
     numel: int
     axis: Axis
     spec: TensorSpec | None = None
+    is_copy: bool = False
 
     @property
     def spread(self) -> tuple[Axis, ...]:

@@ -42,6 +42,23 @@ class TensorSpec:
         """Whether ranks of the tensor axis hold different elements."""
         return not self.placement.is_replicate()
 
+    @property
+    def part(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """This rank's part of the whole: its first element and its sizes, by dimension.
+
+        Raises:
+            NeedsWholeError: if the placement does not say where elements lie.
+        """
+        first, sizes = [0] * len(self.shape), list(self.shape)
+        if self.is_cut:
+            if not self.placement.is_shard():
+                raise NeedsWholeError(f"where elements lie is not known of a DTensor laid out as {self.placement}.")
+            dim, length = self.placement.dim, self.shape[self.placement.dim]
+            width = -(-length // self.axis.size)
+            first[dim] = min(self.axis.rank * width, length)
+            sizes[dim] = min(width, length - first[dim])
+        return tuple(first), tuple(sizes)
+
     def wrap(self, local: Tensor) -> Tensor:
         """The DTensor of which ``local`` is this rank's part; they share memory."""
         return dtensor_from(local, self.mesh, (self.placement,), self.shape, self.strides)
