@@ -10,9 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import onecopy
 from models import seeded
+from onecopy.comm.ledger import Ledger
+from onecopy.comm.mesh import Axis
+from onecopy.memory.staging import Staging
+from onecopy.sharding.checkpointable import boxes_of, view_box
+from onecopy.sharding.sliced import SlicedTensor, Slicing
+from onecopy.sharding.tensor_parallel import TensorSpec
 from ranks import run_ranks
 from test_tensor_parallel import Gpt, full_weights, mesh_of, parallelize
 
@@ -61,3 +69,26 @@ def test_a_tensor_parallel_run_goes_on_where_it_was_saved_and_in_plain_pytorch(s
     assert plain.keys() == saved.keys()
     for name, expected in saved.items():
         assert torch.equal(plain[name], expected), name
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), _StridedShard(1, split_factor=3)], ids=str)
+def test_pieces_of_all_ranks_are_the_whole(placement: Shard) -> None:
+    """Oracle: torch's own cut of a tensor, put together again from what each slice of each part says it holds."""
+    whole = torch.arange(10 * 12.0).view(10, 12)
+    found = torch.full_like(whole, -1)
+    for rank, part in enumerate(placement._split_tensor(whole, 2, with_padding=False)[0]):
+        axis = Axis("tensor", None, Staging(), Ledger())
+        axis.rank, axis.size = rank, 2
+        spec = TensorSpec(None, placement, whole.shape, whole.stride(), axis)  # type: ignore[arg-type]
+        flat = part.flatten()
+        for start in range(0, flat.numel(), 17):
+            local = flat[start : start + 17].clone()
+            slicing = Slicing("w", whole.shape, whole.stride(), start, local.numel(), axis, spec)
+            tensor = SlicedTensor(local, slicing)
+            for piece in boxes_of(slicing):
+                where = tuple(
+                    slice(first, first + size) for first, size in zip(piece.offsets, piece.sizes, strict=True)
+                )
+                assert (found[where] == -1).all()
+                found[where] = view_box(tensor, piece)
+    assert torch.equal(found, whole)

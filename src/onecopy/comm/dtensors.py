@@ -41,6 +41,25 @@ def address_of(tensor: Tensor) -> int:
         return 0
 
 
+def find_segments(placement: Any, length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """Where the part of place ``rank`` out of ``size`` lies along the dimension that ``placement`` cuts.
+
+    Returns:
+        First index and length of each piece, in the order in which they lie in the part: one for `Shard`, several for
+        the strided one that cuts a fused weight (private: `_StridedShard` with `split_factor`; read in torch 2.13).
+
+    Raises:
+        ValueError: for any other placement, and for strided pieces of unequal length.
+    """
+    split: int = 1 if placement.is_shard() else getattr(placement, "split_factor", 0)
+    if split < 1 or (split > 1 and length % (split * size)):
+        raise ValueError(f"where elements lie is not known of {length} of them laid out as {placement}")
+    each = length // split if split > 1 else length
+    width = -(-each // size)
+    first = min(rank * width, each)
+    return [(part * each + first, min(width, each - first)) for part in range(split)]
+
+
 def dtensor_from(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: torch.Size, strides: tuple[int, ...]
 ) -> Tensor:

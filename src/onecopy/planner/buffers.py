@@ -15,7 +15,7 @@ ALLOCATOR_SLACK: Final = 0.06
 """Share of live bytes that a caching allocator holds beyond them: rounding and fragments. An assumption, within ZeRO's
 Table 2, where 18 % (stage 1) to 38 % (no sharding) of the bound were lost to everything that is not model states."""
 
-STAGING_BYTES: Final = 16 * 2**20
+STAGING_BYTES: Final = 4 * 2**20
 """Most bytes of one staging buffer of the gloo transport (`onecopy.memory.staging`)."""
 
 

@@ -85,6 +85,7 @@ def tabulate(units: list[Unit], schedule: Schedule, engine: dict[str, Sizes], by
             continue
         formula = dict(formulas[phase])
         formula["activations"] += formula.pop("logits")
+        seen = {name: size for name, size in seen.items() if name in formula}
         rows += [(phase, name, formula[name], size) for name, size in seen.items() if size or formula[name]]
         rows.append((phase, "all", sum(formula[name] for name in seen), sum(seen.values())))
     return Comparison(schedule.stage, schedule.shard * schedule.replicate, schedule.replicate, rows, bytes_sent)

@@ -25,7 +25,7 @@ def shard_call(job: Job, found: Estimate) -> str:
     if option.accumulate > 1:
         arguments.append(f"accumulate={option.accumulate}")
     if option.checkpointing == "units":
-        lines.append("model.gradient_checkpointing_enable()  # or torch.utils.checkpoint around each block")
+        arguments.append("activations=onecopy.Activations()")
     if found.loads_on_meta:
         lines.append('# built inside `with torch.device("meta"):`, for it does not fit beside its slices')
     lines.append(f"model = onecopy.shard(model, {', '.join(arguments)})")
@@ -62,9 +62,9 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
         lines.append(f"replicate = {option.replicate}")
     lines += ["", "[optimizer]", f'implementation = "{job.implementation}"']
     if option.checkpointing != "off":
-        lines.append(
-            f"# The plan also checkpoints activations ({option.checkpointing}); this config has no key for it."
-        )
+        lines += ["", "[activations]", "recompute = true"]
+    if option.checkpointing == "P_a+cpu":
+        lines.append('keep_on = "cpu"')
     return "\n".join(lines) + "\n"
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from onecopy.errors import SettingsError
 
 LANES: Final = ("compute", "gather", "reduce", "wait")
-PHASES: Final = ("forward", "backward", "step", "setup")
+PHASES: Final = ("forward", "backward", "step", "setup", "load", "save")
 CATEGORIES: Final = {
     "parameters_sliced": "parameters, sliced",
     "parameters_gathered": "parameters, gathered",

@@ -7,7 +7,8 @@ where `torch.distributed._checkpointable` spells it out. tests/test_private_apis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,33 +19,62 @@ if TYPE_CHECKING:
     from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 
-def boxes_of(slicing: Slicing) -> list[Box]:
-    """The boxes that a slice holds, in the dimensions' own order; `Box.start` counts in memory order.
+class Piece(NamedTuple):
+    """A box of the whole parameter that a slice holds, in the dimensions' own order.
 
-    Of a parameter that is cut over a tensor axis too, `Box.start` counts in this rank's part. A parameter without
-    elements is one empty box, the same on every rank.
+    Attributes:
+        offsets, sizes: in the whole, in elements.
+        run: the box of this rank's part, in memory order, that holds it in one run.
+        cut: dimension and first index in ``run``, where the piece is not all of it.
     """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    run: Box
+    cut: tuple[int, int] | None = None
+
+
+def boxes_of(slicing: Slicing) -> list[Piece]:
+    """What a slice holds. A parameter without elements is one empty piece, the same on every rank."""
     if 0 in slicing.shape:
-        return [Box((0,) * len(slicing.shape), tuple(slicing.shape), 0)]
-    first, sizes = ((0,) * len(slicing.shape), slicing.shape) if slicing.spec is None else slicing.spec.part
+        return [Piece((0,) * len(slicing.shape), tuple(slicing.shape), Box((), (), 0))]
     order = slicing.memory_order
     inverse = [order.index(dim) for dim in range(len(order))]
-    return [
-        Box(
-            tuple(start + box.offsets[i] for start, i in zip(first, inverse, strict=True)),
-            tuple(box.sizes[i] for i in inverse),
-            box.start,
-        )
-        for box in find_boxes([sizes[dim] for dim in order], slicing.start, slicing.numel)
-    ]
+
+    def runs(sizes: Sequence[int]) -> Iterator[Piece]:
+        for box in find_boxes([sizes[dim] for dim in order], slicing.start, slicing.numel):
+            yield Piece(tuple(box.offsets[i] for i in inverse), tuple(box.sizes[i] for i in inverse), box)
+
+    if slicing.spec is None or not slicing.spec.is_cut:
+        return list(runs(slicing.shape))
+    dim, segments = slicing.spec.placement.dim, slicing.spec.segments
+    part = list(slicing.shape)
+    part[dim] = sum(length for _, length in segments)
+    return [piece for run in runs(part) for piece in _place(run, dim, segments)]
 
 
-def view_box(tensor: SlicedTensor, box: Box) -> Tensor:
-    """The elements of one of the slice's own boxes, with the box's sizes; a view of the slice."""
+def _place(run: Piece, dim: int, segments: Sequence[tuple[int, int]]) -> Iterator[Piece]:
+    """Cut a box of a part where its segments along ``dim`` meet, and put each piece where it lies in the whole."""
+    begin, end = run.offsets[dim], run.offsets[dim] + run.sizes[dim]
+    local = 0
+    for first, length in segments:
+        start, stop = max(begin, local), min(end, local + length)
+        if start < stop:
+            offsets, sizes = list(run.offsets), list(run.sizes)
+            offsets[dim], sizes[dim] = first + start - local, stop - start
+            yield Piece(tuple(offsets), tuple(sizes), run.run, (dim, start - begin))
+        local += length
+
+
+def view_box(tensor: SlicedTensor, piece: Piece) -> Tensor:
+    """The elements of one of the slice's own pieces, with its sizes; a view of the slice."""
+    if 0 in piece.sizes:
+        return tensor.local[:0].view(piece.sizes)
     order = tensor.slicing.memory_order
-    begin = box.start - tensor.slicing.start if box.numel else 0
-    run = tensor.local[begin : begin + box.numel].view([box.sizes[dim] for dim in order])
-    return run.permute([order.index(dim) for dim in range(len(order))])
+    begin = piece.run.start - tensor.slicing.start
+    run = tensor.local[begin : begin + piece.run.numel].view(piece.run.sizes)
+    run = run.permute([order.index(dim) for dim in range(len(order))])
+    return run if piece.cut is None else run.narrow(*piece.cut, piece.sizes[piece.cut[0]])
 
 
 def write_items(tensor: SlicedTensor, name: str) -> list[Any]:

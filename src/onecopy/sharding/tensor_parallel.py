@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecopy.comm.dtensors import dtensor_from, is_dtensor, local_of
+from onecopy.comm.dtensors import dtensor_from, find_segments, is_dtensor, local_of
 from onecopy.comm.mesh import Axis
 from onecopy.errors import NeedsWholeError, SettingsError
 
@@ -43,21 +43,12 @@ class TensorSpec:
         return not self.placement.is_replicate()
 
     @property
-    def part(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """This rank's part of the whole: its first element and its sizes, by dimension.
-
-        Raises:
-            NeedsWholeError: if the placement does not say where elements lie.
-        """
-        first, sizes = [0] * len(self.shape), list(self.shape)
-        if self.is_cut:
-            if not self.placement.is_shard():
-                raise NeedsWholeError(f"where elements lie is not known of a DTensor laid out as {self.placement}.")
-            dim, length = self.placement.dim, self.shape[self.placement.dim]
-            width = -(-length // self.axis.size)
-            first[dim] = min(self.axis.rank * width, length)
-            sizes[dim] = min(width, length - first[dim])
-        return tuple(first), tuple(sizes)
+    def segments(self) -> list[tuple[int, int]]:
+        """Along the dimension that is cut: first index in the whole, and length, of each piece of this rank's part."""
+        try:
+            return find_segments(self.placement, self.shape[self.placement.dim], self.axis.rank, self.axis.size)
+        except ValueError as error:
+            raise NeedsWholeError(str(error)) from error
 
     def wrap(self, local: Tensor) -> Tensor:
         """The DTensor of which ``local`` is this rank's part; they share memory."""
