@@ -145,7 +145,10 @@ class Account:
             "peak_memory": float(peak_memory(self._world.device)),
             **{f"memory/{category}": float(nbytes) for category, nbytes in self._meter.peak.items()},
         }
-        for category, nbytes in self._meter.peak.items():
+        # The planner speaks of activations, whether autograd or a checkpoint keeps them.
+        peak = dict(self._meter.peak)
+        peak["activations"] += peak.pop("checkpoints")
+        for category, nbytes in peak.items():
             self._highest[category] = max(self._highest.get(category, 0.0), float(nbytes))
         self._meter.reset_peaks()
         return Record("train", step, values)
