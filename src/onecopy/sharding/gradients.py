@@ -284,7 +284,7 @@ class Gradients:
         for position, axis in enumerate(mesh.replicate):
             if collective := axis.all_reduce(sent, bucket.unit, bucket.tag + 4 + 2 * position):
                 yield collective
-        self._reduced = bucket.empty_gradient_slice().copy_(sent)
+        self._reduced = bucket.as_gradient_slice(sent)
         if mesh.shard.size == 1:
             bucket.meter.add("gradients_whole", -nbytes)
             bucket.meter.add("gradients_sliced", self._reduced.nbytes)
