@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import subprocess
@@ -232,6 +233,10 @@ def test_a_shard_that_the_index_names_and_is_not_there_is_named(tmp_path: Path) 
 def _peak_of_load(rank: int, directory: Path, width: int, layers: int) -> int:
     """The most bytes beyond the start that this rank had of its own (not of mapped files), by the kernel's count."""
     import threading
+
+    # Memory that malloc has kept from earlier tests would be used again unseen: have larger blocks mapped one by one.
+    mmap_threshold = -3  # M_MMAP_THRESHOLD of <malloc.h>
+    ctypes.CDLL(None).mallopt(mmap_threshold, 65536)
 
     def anonymous() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
