@@ -5,7 +5,9 @@ Every checkpoint here holds a constant that tells which save it is from, in ever
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -325,3 +327,14 @@ def test_going_back_and_saving_a_step_again(two: Path, tmp_path: Path) -> None:
     assert load_one(directory)[0] == 1.0
     (directory / "latest").write_text("step-00000002\n")
     assert load_one(directory)[0] == 2.0
+
+
+def test_metadata_may_name_members_of_enumerations_and_call_nothing_else() -> None:
+    """Python 3.11.2 pickles them by getattr. Oracle: such a pickle, written out; and one that asks for more."""
+    home = "torch.distributed.checkpoint.metadata"
+    member = f"cbuiltins\ngetattr\n(c{home}\n_MEM_FORMAT_ENCODING\nVTORCH_CONTIGUOUS_FORMAT\ntR."
+    found: Any = storage._ClosedUnpickler(io.BytesIO(member.encode())).load()
+    assert found.name == "TORCH_CONTIGUOUS_FORMAT"
+    evil = f"cbuiltins\ngetattr\n(c{home}\nMetadata\nV__init__\ntR."
+    with pytest.raises(pickle.UnpicklingError, match="no metadata needs"):
+        storage._ClosedUnpickler(io.BytesIO(evil.encode())).load()

@@ -14,6 +14,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
@@ -246,9 +247,18 @@ class _ClosedUnpickler(pickle.Unpickler):
     """Reads the classes that DCP's metadata is made of, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no metadata needs")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """A member of an enumeration, for which some versions of Python (3.11.2) write `getattr`; and nothing else."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no metadata needs")
 
 
 class Reader(FileSystemReader):
