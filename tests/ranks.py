@@ -89,7 +89,7 @@ def run_ranks(
     """
     __tracebackhide__ = True
     assert group or num_ranks == 1, "without a process group there is one rank"
-    threads = len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 1
+    threads = _count_threads(patience=5.0)
     assert threads == 1, f"the parent of forked ranks runs {threads} threads: compute in a rank instead"
     sys.stdout.flush()
     sys.stderr.flush()
@@ -259,6 +259,16 @@ def _join(rank: int, num_ranks: int, path: Path, group_timeout: float) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=group_timeout)
     )
+
+
+def _count_threads(patience: float) -> int:
+    """This process's threads. One that is just ending, such as a closed browser's, gets ``patience`` seconds for it."""
+    if sys.platform != "linux":
+        return 1
+    deadline = time.monotonic() + patience
+    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return threads
 
 
 def _send(results: int, answer: dict[str, Any]) -> None:
