@@ -76,7 +76,7 @@ class Offer:
     def wait(self, timeout: timedelta | None = None) -> None:
         # Who is gone reads no more; if it left too early, what this rank has to receive from it will tell.
         with suppress(PeerGone):
-            self._mailbox.wait(self._taken, self._limit if timeout is None else timeout.total_seconds())
+            self._mailbox.wait(self._taken, _seconds(timeout, self._limit))
 
     def is_taken(self) -> bool:
         """As ``wait``, without waiting."""
@@ -96,9 +96,7 @@ class Fetch:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         mailbox, tensor = self._mailbox, self._tensor
-        _, address, nbytes, number = mailbox.wait(
-            self._offered, self._limit if timeout is None else timeout.total_seconds()
-        )
+        _, address, nbytes, number = mailbox.wait(self._offered, _seconds(timeout, self._limit))
         if nbytes != tensor.nbytes:
             raise RuntimeError(f"process {mailbox.process} offers {nbytes} bytes where {tensor.nbytes} were expected")
         if not Window(mailbox.process, address, tensor.data_ptr(), nbytes).read():
@@ -134,6 +132,10 @@ def find_neighbours(place: int, exchange: Callable[[object], list[object]], limi
         if (card := cards[peer]) is not None and place in others[peer]
     }
     return Neighbours(mailboxes, limit)
+
+
+def _seconds(timeout: timedelta | None, limit: float) -> float:
+    return limit if timeout is None else timeout.total_seconds()
 
 
 def _can_read(process: int, address: int, secret: bytes) -> bool:

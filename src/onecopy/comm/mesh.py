@@ -67,15 +67,12 @@ class Axis:
 
         Peers may read ``mine`` until `settle`.
         """
-        whole[self.rank * mine.numel() : (self.rank + 1) * mine.numel()].copy_(mine)
-        if self._peers is None:
-            return None
         # Slices that were cast for sending live until they are taken.
         while len(self._unsettled) > _UNSETTLED and self._unsettled[0].settle_if_taken():
             self._unsettled.popleft()
-        program = self._transport(whole).all_gather(self._peers, mine, whole, _TAG_BASE + tag)
-        collective = self._issue(program, "all_gather", unit, self._fraction(whole))
-        self._unsettled.append(collective)
+        collective = self._gather("all_gather", mine, whole, unit, _TAG_BASE + tag)
+        if collective is not None:
+            self._unsettled.append(collective)
         return collective
 
     def settle(self) -> None:
@@ -85,13 +82,15 @@ class Axis:
 
     def gather_activation(self, mine: Tensor, whole: Tensor, unit: str) -> None:
         """As `all_gather`, of an activation checkpoint of ``unit``; done, and ``mine`` free, when it returns."""
-        whole.chunk(self.size)[self.rank].copy_(mine)
+        if collective := self._gather("activations", mine, whole, unit, _ACTIVATIONS_TAG):
+            collective.settle()
+
+    def _gather(self, op: str, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
+        whole[self.rank * mine.numel() : (self.rank + 1) * mine.numel()].copy_(mine)
         if self._peers is None:
-            return
-        program = self._transport(whole).all_gather(self._peers, mine, whole, _ACTIVATIONS_TAG)
-        collective = self._issue(program, "activations", unit, self._fraction(whole))
-        collective.finish()
-        collective.settle()
+            return None
+        program = self._transport(whole).all_gather(self._peers, mine, whole, tag)
+        return self._issue(program, op, unit, self._fraction(whole))
 
     def reduce_scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""

@@ -55,15 +55,7 @@ def compare(job: Job, option: Option, *, config: Path | None, factory: str | Non
     from onecopy.planner.simulate import simulate
 
     build, batch = _model(job, option, config, factory)
-    schedule = Schedule(
-        option.stage,
-        option.shard,
-        option.replicate,
-        option.accumulate,
-        option.prefetch,
-        job.widths,
-        implementation=job.implementation,
-    )
+    schedule = option.schedule(job)
     units = described(build, batch, job.precision)
     engine = simulate(build, batch, schedule, precision=job.precision)
     return tabulate(units, schedule, engine.peaks, engine.bytes_sent)

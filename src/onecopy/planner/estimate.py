@@ -81,6 +81,18 @@ class Option:
         needs = [self.checkpointing] if self.checkpointing.startswith("P_a") else []
         return missing(needs + ([self.offload] if self.offload != "none" else []))
 
+    def schedule(self, job: Job) -> Schedule:
+        """What the engine does in a step of ``job``."""
+        return Schedule(
+            self.stage,
+            self.shard,
+            self.replicate,
+            self.accumulate,
+            self.prefetch,
+            job.widths,
+            implementation=job.implementation,
+        )
+
     def words(self) -> str:
         """The option in one line."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} × {self.accumulate}"]
@@ -157,15 +169,7 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
         model_parallel=job.tensor_parallel,
         element_bytes=job.widths.compute,
     )
-    schedule = Schedule(
-        option.stage,
-        option.shard,
-        option.replicate,
-        option.accumulate,
-        option.prefetch,
-        job.widths,
-        implementation=job.implementation,
-    )
+    schedule = option.schedule(job)
     peaks: dict[Phase, Sizes] = {"load": _load(units, schedule)}
     peaks |= step_bytes(units, schedule)
     peaks["save"] = _save(units, schedule, peaks["step"])

@@ -133,6 +133,7 @@ class Account:
                     self._sent[entry.op] += entry.bytes_sent
         self._evaluated = False
         self._mark = perf_counter()
+        peak = self._meter.peak
         values = {
             "loss": loss,
             "learning_rate": learning_rate,
@@ -143,12 +144,12 @@ class Account:
             **{f"sent/{op}": float(traffic.bytes_sent(op)) for op in STATE_OPERATIONS},
             "exposed_seconds": sum(entry.exposed for entry in traffic.entries),
             "peak_memory": float(peak_memory(self._world.device)),
-            **{f"memory/{category}": float(nbytes) for category, nbytes in self._meter.peak.items()},
+            **{f"memory/{category}": float(nbytes) for category, nbytes in peak.items()},
         }
         # The planner speaks of activations, whether autograd or a checkpoint keeps them.
-        peak = dict(self._meter.peak)
-        peak["activations"] += peak.pop("checkpoints")
-        for category, nbytes in peak.items():
+        measured = {**peak, "activations": peak["activations"] + peak["checkpoints"]}
+        del measured["checkpoints"]
+        for category, nbytes in measured.items():
             self._highest[category] = max(self._highest.get(category, 0.0), float(nbytes))
         self._meter.reset_peaks()
         return Record("train", step, values)

@@ -287,12 +287,11 @@ class Bucket:
     def shows(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at the whole parameters."""
         memory = self._whole.flat.untyped_storage().data_ptr()
-        return memory != 0 and tensor.untyped_storage().data_ptr() == memory
+        return memory != 0 and address_of(tensor) == memory
 
     def shares_memory(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at memory that `release` gives back."""
-        memory = self._whole.flat.untyped_storage().data_ptr()
-        return not self._aliased and memory != 0 and address_of(tensor) == memory
+        return not self._aliased and self.shows(tensor)
 
     def check(self) -> None:
         """Raise `UsageError` if a parameter was replaced, hooked, frozen or unfrozen since it was sharded."""

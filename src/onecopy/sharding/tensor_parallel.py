@@ -71,8 +71,8 @@ class TensorSpec:
             return whole
         if not self.placement.is_shard():
             raise NeedsWholeError(f"a plain tensor cannot be laid out as {self.placement}; pass a DTensor.")
-        parts = whole.chunk(self.axis.size, self.placement.dim)
-        return parts[self.axis.rank] if self.axis.rank < len(parts) else parts[0].narrow(self.placement.dim, 0, 0)
+        ((first, length),) = self.segments
+        return whole.narrow(self.placement.dim, first, length)
 
 
 def spec_of(parameter: Tensor, axis: Axis) -> TensorSpec | None:
