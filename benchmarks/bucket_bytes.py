@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import make_mesh
+from onecopy.comm.outgoing import Flat
 from onecopy.memory.staging import Staging
 from ranks import run_ranks
 
@@ -41,7 +42,7 @@ def measure(rank: int, ranks: int, mib: int, rounds: int) -> dict[str, list[floa
             for size, axis in axes.items():
                 dist.barrier()
                 start = perf_counter()
-                if collective := axis.reduce_scatter(whole, out, "", 3):
+                if collective := axis.reduce_scatter(Flat(whole, dtype), out, "", 3):
                     collective.finish()
                 if number:
                     taken.setdefault(f"{str(dtype)[6:]} {size >> 10}", []).append(perf_counter() - start)

@@ -161,8 +161,8 @@ def test_stage_3_holds_its_slices_alone_between_steps(num_ranks: int) -> None:
             model(*batch).backward()
             optimizer.step()
         unit = max(sum(p.numel() for p in block.parameters()) for block in model.blocks) * 4
-        # Staging is kept: for two reduces under way, N - 1 slices of the largest unit each.
-        staging = 2 * unit * (num_ranks - 1) // num_ranks
+        # Staging is kept: for two reduces under way, N slices of the largest unit to send, N - 1 that come.
+        staging = 2 * unit * (2 * num_ranks - 1) // num_ranks
         assert 3 * share <= _nbytes() - base <= 3 * share + staging + 2048
 
     _run_apart(num_ranks, run)

@@ -17,6 +17,7 @@ from onecopy.comm import mesh as mesh_file
 from onecopy.comm.collective import Collective, Label, Posted, Program
 from onecopy.comm.cross_memory import SWITCH, Neighbours, find_neighbours
 from onecopy.comm.ledger import Ledger
+from onecopy.comm.outgoing import Flat, Outgoing
 from onecopy.comm.remote_memory import Window
 from onecopy.comm.transport import DirectExchange, NativeCalls, Peers, Transport
 from onecopy.errors import CollectiveError, CollectiveTimeout
@@ -47,7 +48,7 @@ def _data(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[str, Tensor]:
-    transport: Transport = NativeCalls() if make == "native" else DirectExchange(Staging(limit))
+    transport: Transport = (NativeCalls if make == "native" else DirectExchange)(Staging(limit))
     peers = _peers(near=make == "memory")
     assert bool(peers.neighbours.mailboxes) == (make == "memory")
     size, numel = peers.size, 240
@@ -57,14 +58,23 @@ def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[s
     gathered[part] = own[part]
     _run(transport.all_gather(peers, own[part], gathered, 1))
     out = torch.empty(numel // size)
-    _run(transport.reduce_scatter(peers, own.clone(), out, 2))
+    _run(transport.reduce_scatter(peers, Flat(own.clone(), dtype), out, 2))
     reduced = own.clone()
-    _run(transport.all_reduce(peers, reduced, 4))
+    _run(transport.all_reduce(peers, Flat(reduced, dtype), reduced, 4))
+    widened = torch.empty(numel)
+    _run(transport.all_reduce(peers, Flat(own.clone(), dtype), widened, 4))
     scattered = torch.empty(numel // size, dtype=dtype)
     _run(transport.scatter(peers, own.clone(), scattered, 6))
     most = torch.tensor([float(rank), -float(rank)])
     _run(transport.combine(peers, most, True, 7))
-    return {"all_gather": gathered, "reduce_scatter": out, "all_reduce": reduced, "scatter": scattered, "max": most}
+    return {
+        "all_gather": gathered,
+        "reduce_scatter": out,
+        "all_reduce": reduced,
+        "all_reduce, wider": widened,
+        "scatter": scattered,
+        "max": most,
+    }
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -74,12 +84,15 @@ def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[s
         ("direct", torch.float32, 2**20),
         ("direct", torch.float32, 64),
         ("direct", torch.bfloat16, 2**20),
+        ("direct", torch.bfloat16, 64),
         ("memory", torch.float32, 2**20),
         ("memory", torch.float32, 64),
         ("memory", torch.bfloat16, 2**20),
-        ("native", torch.float32, 0),
+        ("memory", torch.bfloat16, 1),
+        ("native", torch.float32, 2**20),
+        ("native", torch.float32, 64),
     ],
-    ids=["direct", "direct in pieces", "direct bf16", "memory", "memory in pieces", "memory bf16", "native"],
+    ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_collectives_equal_torch_on_all_ranks_data(num_ranks: int, make: str, dtype: torch.dtype, limit: int) -> None:
     data = [_data(rank, 240, dtype) for rank in range(num_ranks)]
@@ -92,6 +105,8 @@ def test_collectives_equal_torch_on_all_ranks_data(num_ranks: int, make: str, dt
         assert torch.equal(got["all_gather"], torch.stack(data)[owners, torch.arange(240)])
         torch.testing.assert_close(got["reduce_scatter"].double(), mean[part], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(got["all_reduce"].double(), mean, **tolerance)
+        torch.testing.assert_close(got["all_reduce, wider"].double(), mean, **tolerance)
+        assert torch.equal(got["all_reduce, wider"], got["all_reduce"].float())
         assert torch.equal(got["scatter"], data[0][part])
         assert got["max"].tolist() == [num_ranks - 1.0, 0.0]
 
@@ -104,21 +119,28 @@ def test_direct_exchange_gives_the_same_bits_on_every_rank_and_in_every_run() ->
 
 
 def test_staging_memory_is_bounded_above_and_not_padded_up() -> None:
-    staging = Staging(limit=1024)
+    grown: list[int] = []
+    staging = Staging(limit=1024, on_change=grown.append)
     with staging.borrow(3, 10**6, torch.float32, torch.device("cpu")) as large:
-        assert large.numel() * 4 <= 1024
-        assert large.shape == (2, 3, 42)  # 1024 // (2 banks × 3 rows × 4 bytes)
-    small = Staging(limit=2**30)
-    with small.borrow(1, 16, torch.float32, torch.device("cpu")) as buffer:
-        assert buffer.untyped_storage().nbytes() == 64
+        assert sum(bank.nbytes for bank in large.banks) == grown[0] <= 1024
+        assert (len(large.banks), large.columns) == (2, 42)  # 1024 // (2 banks × 3 rows × 4 bytes)
+        assert large.piece(0).shape == (3, 42)
+        assert large.piece(0).data_ptr() == large.piece(2).data_ptr() != large.piece(1).data_ptr()
+        assert large.pieces[-1] == (10**6 - 10**6 % 42, 10**6)
+        assert large.piece(len(large.pieces) - 1).shape == (3, 10**6 % 42)
+    grown.clear()
+    small = Staging(limit=2**30, on_change=grown.append)
+    with small.borrow(1, 16, torch.float32, torch.device("cpu")) as whole:
+        assert whole.pieces == [(0, 16)]
+        assert grown == [64, 64]  # for the two reduces that may be under way
 
 
 def test_staging_lends_the_same_memory_again() -> None:
     staging = Staging(limit=4096)
     seen = set()
     for _ in range(5):
-        with staging.borrow(1, 100, torch.float32, torch.device("cpu")) as buffer:
-            seen.add(buffer.data_ptr())
+        with staging.borrow(1, 100, torch.float32, torch.device("cpu")) as loan:
+            seen.add(loan.piece(0).data_ptr())
     assert len(seen) == 1
 
 
@@ -147,8 +169,8 @@ class DelayedExchange(DirectExchange):
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
         return self._delay(super().all_gather(peers, mine, whole, tag))
 
-    def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
-        return self._delay(super().reduce_scatter(peers, whole, out, tag))
+    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+        return self._delay(super().reduce_scatter(peers, outgoing, out, tag))
 
 
 def _mlp() -> nn.Module:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Final, NoReturn, Protocol
 
-from onecopy.comm.cross_memory import Offer
+from onecopy.comm.cross_memory import Fetch, Offer
 from onecopy.comm.ledger import Ledger
 from onecopy.errors import CollectiveError, CollectiveTimeout
 
@@ -105,6 +105,16 @@ class Collective:
             self._step(start)
         return self.done
 
+    def advance_if_ready(self) -> bool:
+        """As `advance`, if nothing has to be waited for.
+
+        That is known of messages through memory alone, and NCCL's calls must not be made whenever a rank is ready.
+        """
+        works = () if self._posted is None else [posted.work for posted in self._posted]
+        if works and all(isinstance(work, Offer | Fetch) and work.has_come() for work in works):
+            self.advance()
+        return self.done
+
     def finish(self) -> None:
         """Wait until the collective is done."""
         while not self.advance():
@@ -147,7 +157,7 @@ class Collective:
         """
         if not self.done:
             return False
-        if any(isinstance(posted.work, Offer) and not posted.work.is_taken() for posted in self._left):
+        if any(isinstance(posted.work, Offer) and not posted.work.has_come() for posted in self._left):
             return False
         self.settle()
         return True

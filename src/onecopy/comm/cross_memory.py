@@ -78,8 +78,8 @@ class Offer:
         with suppress(PeerGone):
             self._mailbox.wait(self._taken, _seconds(timeout, self._limit))
 
-    def is_taken(self) -> bool:
-        """As ``wait``, without waiting."""
+    def has_come(self) -> bool:
+        """Whether the peer has come for it."""
         with suppress(PeerGone):
             return self._mailbox.has_come(self._taken)
         return True
@@ -102,6 +102,10 @@ class Fetch:
         if not Window(mailbox.process, address, tensor.data_ptr(), nbytes).read():
             raise PeerGone(mailbox.process)
         mailbox.write((_TAKEN + number, 0, 0, 0), self._limit)
+
+    def has_come(self) -> bool:
+        """Whether the peer's offer is there, so that ``wait`` has only to copy."""
+        return self._mailbox.has_come(self._offered)
 
 
 def find_neighbours(place: int, exchange: Callable[[object], list[object]], limit: float) -> Neighbours:

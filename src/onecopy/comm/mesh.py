@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.ledger import Ledger
+from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.transport import Peers, Transport, control_device, meet, transport_for
 from onecopy.errors import CollectiveError, SettingsError
 from onecopy.memory.staging import Staging
@@ -92,20 +93,21 @@ class Axis:
         program = self._transport(whole).all_gather(self._peers, mine, whole, tag)
         return self._issue(program, op, unit, self._fraction(whole))
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> Collective | None:
-        """Set ``out`` to the mean of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""
+    def reduce_scatter(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
+        """Set ``out`` to the mean of this rank's slice of ``outgoing``. Sends (N-1)/N of it."""
         if self._peers is None:
-            out.copy_(whole)
+            outgoing.copy_to(out, 0)
+            outgoing.close()
             return None
-        program = self._transport(whole).reduce_scatter(self._peers, whole, out, _TAG_BASE + tag)
-        return self._issue(program, "reduce_scatter", unit, self._fraction(whole))
+        program = self._transport(out).reduce_scatter(self._peers, outgoing, out, _TAG_BASE + tag)
+        return self._issue(program, "reduce_scatter", unit, self._share(outgoing))
 
-    def all_reduce(self, whole: Tensor, unit: str, tag: int) -> Collective | None:
-        """Replace ``whole`` by its mean over the axis. Sends 2(N-1)/N of it."""
+    def all_reduce(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
+        """Set ``out`` to the mean of ``outgoing``, which may be it. Sends 2(N-1)/N of it."""
         if self._peers is None:
             return None
-        program = self._transport(whole).all_reduce(self._peers, whole, _TAG_BASE + tag)
-        return self._issue(program, "all_reduce", unit, 2 * self._fraction(whole))
+        program = self._transport(out).all_reduce(self._peers, outgoing, out, _TAG_BASE + tag)
+        return self._issue(program, "all_reduce", unit, 2 * self._share(outgoing))
 
     def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> None:
         """Set ``out`` to this rank's slice of the first rank's ``whole``."""
@@ -161,6 +163,9 @@ class Axis:
 
     def _fraction(self, whole: Tensor) -> int:
         return whole.nbytes // self.size * (self.size - 1)
+
+    def _share(self, outgoing: Outgoing) -> int:
+        return outgoing.numel // self.size * (self.size - 1) * outgoing.dtype.itemsize
 
     def _issue(self, program: Program, op: str, unit: str, sent: int) -> Collective:
         return Collective(program, Label(op, unit, self.name), sent, self._ledger)

@@ -10,7 +10,8 @@ accumulator, so the result does not depend on timing:
              └──▶ rank 0                                └────┴─── received straight into place
     slice = own s1 + staged from 0 + from 2
 
-Received gradients pass through a staging buffer of constant size: a larger unit goes through it in pieces.
+Gradients pass through a staging buffer of constant size, on both sides, with the cast on the way: a larger unit goes
+through it in pieces (`_through`).
 
 `NativeCalls` hands the work to the backend's own primitives (NCCL, and any backend not known here).
 
@@ -32,7 +33,11 @@ from torch import Tensor
 
 from onecopy.comm.collective import PeerUnreachable, Posted, Program, Work
 from onecopy.comm.cross_memory import Neighbours, find_neighbours
-from onecopy.memory.staging import Staging
+from onecopy.comm.outgoing import Outgoing, copy_slices
+from onecopy.memory.staging import Loan, Staging
+
+Exchanged = tuple[list[Posted], list[Posted]]
+"""The messages of one piece: those to come, and those that must be gone before its memory is used again."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,11 @@ class Transport(Protocol):
         ``mine`` may be read by peers until the collective is settled.
         """
 
-    def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
-        """Set ``out`` to the mean over ranks of this rank's slice of ``whole``. Sends (N-1)/N of ``whole``."""
+    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+        """Set ``out`` to the mean over ranks of this rank's slice of ``outgoing``. Sends (N-1)/N of it."""
 
-    def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
-        """Replace ``whole`` by its mean over ranks. Sends 2(N-1)/N of it."""
+    def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+        """Set ``out`` to the mean over ranks of ``outgoing``, which may be it. Sends 2(N-1)/N of it."""
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         """Set ``out`` to this rank's slice of the first rank's ``whole``, which sends (N-1)/N of it."""
@@ -96,40 +101,46 @@ class DirectExchange:
         yield received
         return sent
 
-    def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
-        slices = whole.chunk(peers.size)
-        mine = slices[peers.rank]
-        others = list(peers.others())
-        with self._staging.borrow(peers.size - 1, mine.numel(), whole.dtype, whole.device) as staged:
-            # Two pieces are staged at a time: one that is summed, one that arrives.
-            step, banks = staged.shape[2], len(staged)
-            pieces = [(start, min(start + step, mine.numel())) for start in range(0, mine.numel(), step)]
-            sends = [_send(peers, slices[peer][start:stop], peer, tag) for start, stop in pieces for peer in others]
-            arriving: list[list[Posted]] = []
+    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+        size, others = peers.size, list(peers.others())
+        with self._staging.borrow(2 * size - 1, out.numel(), outgoing.dtype, out.device) as loan:
 
-            def receive(number: int) -> None:
-                rows = staged[number % banks, :, : pieces[number][1] - pieces[number][0]]
-                arriving.append([_receive(peers, row, peer, tag) for peer, row in zip(others, rows, strict=True)])
+            def post(number: int) -> Exchanged:
+                own, theirs = loan.piece(number).split([size, size - 1])
+                copy_slices(outgoing, own, loan.pieces[number][0])
+                received = [_receive(peers, row, peer, tag) for peer, row in zip(others, theirs, strict=True)]
+                return received, [_send(peers, own[peer], peer, tag) for peer in others]
 
-            for number in range(min(banks, len(pieces))):
-                receive(number)
-            for number, (start, stop) in enumerate(pieces):
-                yield arriving[number]
-                terms = dict(zip(others, staged[number % banks, :, : stop - start], strict=True))
-                terms[peers.rank] = mine[start:stop]
-                _mean_in_rank_order([terms[rank] for rank in range(peers.size)], out[start:stop])
-                if number + banks < len(pieces):
-                    receive(number + banks)
-        yield sends
+            def take(number: int) -> None:
+                own, theirs = loan.piece(number).split([size, size - 1])
+                terms = dict(zip(others, theirs, strict=True))
+                terms[peers.rank] = own[peers.rank]
+                _mean_in_rank_order([terms[rank] for rank in range(size)], out[slice(*loan.pieces[number])])
+
+            yield from _through(loan, post, take, outgoing)
         return []
 
-    def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
-        mean = torch.empty_like(whole[: whole.numel() // peers.size])
-        yield from self.reduce_scatter(peers, whole, mean, tag)
-        mine = whole.chunk(peers.size)[peers.rank]
-        mine.copy_(mean)
-        del mean
-        yield (yield from self.all_gather(peers, mine, whole, tag + 1))
+    def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+        slices = out.chunk(peers.size)
+        mine = slices[peers.rank]
+        yield from self.reduce_scatter(peers, outgoing, mine, tag)
+        if out.dtype == outgoing.dtype:
+            yield (yield from self.all_gather(peers, mine, out, tag + 1))
+            return []
+        with self._staging.borrow(peers.size, mine.numel(), outgoing.dtype, out.device) as loan:
+
+            def post(number: int) -> Exchanged:
+                rows = loan.piece(number)
+                rows[peers.rank].copy_(mine[slice(*loan.pieces[number])])
+                received = [_receive(peers, rows[peer], peer, tag + 1) for peer in peers.others()]
+                return received, [_send(peers, rows[peers.rank], peer, tag + 1) for peer in peers.others()]
+
+            def take(number: int) -> None:
+                # This rank's too, which others have as it was sent.
+                for row, part in zip(loan.piece(number), slices, strict=True):
+                    part[slice(*loan.pieces[number])].copy_(row)
+
+            yield from _through(loan, post, take)
         return []
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
@@ -155,24 +166,48 @@ class DirectExchange:
 class NativeCalls:
     """The backend's own collectives, on its own streams; waiting orders the caller's stream after them."""
 
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
         # NCCL gathers in place, and saves a copy, when its input is where its output goes.
         mine = whole[peers.rank * mine.numel() : (peers.rank + 1) * mine.numel()]
         yield _native(dist.all_gather_single(whole, mine, group=peers.group, async_op=True))
         return []
 
-    def reduce_scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
-        total = torch.empty_like(whole[: whole.numel() // peers.size])
+    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         operation, divisor = _mean_of(peers)
-        yield _native(dist.reduce_scatter_single(total, whole, op=operation, group=peers.group, async_op=True))
-        torch.div(total, divisor, out=out) if total.dtype == out.dtype else out.copy_(total).div_(divisor)
+        with self._staging.borrow(peers.size + 1, out.numel(), outgoing.dtype, out.device) as loan:
+
+            def post(number: int) -> Exchanged:
+                own, (total,) = loan.piece(number).split([peers.size, 1])
+                copy_slices(outgoing, own, loan.pieces[number][0])
+                work = dist.reduce_scatter_single(total, own.view(-1), op=operation, group=peers.group, async_op=True)
+                return _native(work), []
+
+            def take(number: int) -> None:
+                out[slice(*loan.pieces[number])].copy_(loan.piece(number)[peers.size])
+
+            yield from _through(loan, post, take, outgoing)
+        if divisor != 1:
+            out.div_(divisor)
         return []
 
-    def all_reduce(self, peers: Peers, whole: Tensor, tag: int) -> Program:
+    def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         operation, divisor = _mean_of(peers)
-        yield _native(dist.all_reduce(whole, op=operation, group=peers.group, async_op=True))
+        with self._staging.borrow(1, out.numel(), outgoing.dtype, out.device) as loan:
+
+            def post(number: int) -> Exchanged:
+                (piece,) = loan.piece(number)
+                outgoing.copy_to(piece, loan.pieces[number][0])
+                return _native(dist.all_reduce(piece, op=operation, group=peers.group, async_op=True)), []
+
+            def take(number: int) -> None:
+                out[slice(*loan.pieces[number])].copy_(loan.piece(number)[0])
+
+            yield from _through(loan, post, take, outgoing)
         if divisor != 1:
-            whole.div_(divisor)
+            out.div_(divisor)
         return []
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
@@ -188,7 +223,7 @@ class NativeCalls:
 
 def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Staging) -> Transport:
     """The transport for tensors of ``device`` on ``group``, by the name of the backend that serves them there."""
-    return DirectExchange(staging) if _backend(group, device) == "gloo" else NativeCalls()
+    return DirectExchange(staging) if _backend(group, device) == "gloo" else NativeCalls(staging)
 
 
 _neighbours: Final[WeakKeyDictionary[dist.ProcessGroup, Neighbours]] = WeakKeyDictionary()
@@ -219,6 +254,40 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     if dist.get_backend(group) != "nccl":
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _through(
+    loan: Loan, post: Callable[[int], Exchanged], take: Callable[[int], None], outgoing: Outgoing | None = None
+) -> Program:
+    """Send all pieces through the loan: a bank is filled again when its piece has come, been taken in, and gone.
+
+    Args:
+        loan: the buffer.
+        post: fills the numbered piece and posts its messages.
+        take: uses what has come for the numbered piece.
+        outgoing: closed once the last piece has been filled.
+    """
+    count, banks = len(loan.pieces), len(loan.banks)
+    exchanged: list[Exchanged] = []
+
+    def fill(number: int) -> None:
+        exchanged.append(post(number))
+        if number == count - 1 and outgoing is not None:
+            outgoing.close()
+
+    for number in range(min(banks, count)):
+        fill(number)
+    for number in range(count):
+        received, sent = exchanged[number]
+        yield received
+        take(number)
+        if number + banks < count:
+            if sent:
+                yield sent
+            fill(number + banks)
+    if left := [message for _, sent in exchanged[-banks:] for message in sent]:
+        yield left
+    return []
 
 
 def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:

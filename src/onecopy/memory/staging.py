@@ -1,60 +1,105 @@
 """Staging: communication buffers whose size is bounded by a constant, not by the model (ZeRO §6.2, C_B).
 
-A collective borrows one while it sums what peers sent. Buffers are kept and lent again, so a steady training loop
-allocates none. The bound is an upper one: a small model gets small buffers.
+A collective borrows one for what it sends and what it sums. Buffers lie in a region of the arena of their own, are kept
+and lent again, so a steady training loop allocates none. The bound is an upper one: a small model gets small buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from onecopy.memory.arena import Arena
+
 DEFAULT_STAGING_BYTES: Final = 4 * 2**20
 """Most bytes of one staging buffer: the smallest that is as fast as larger ones, by `benchmarks/bucket_bytes.py`."""
+
+_LOANS: Final = 2
+"""Buffers made at once: two units' reduces are under way at a time, or may be, and memory is not to depend on that."""
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Memory for pieces of ``rows`` slices each.
+
+    Attributes:
+        banks: one, where the limit allows for whole slices, else two: one can be filled while the other is read.
+        rows: slices in a piece.
+        columns: most elements of each slice in a piece.
+        numel: elements of a slice.
+    """
+
+    banks: tuple[Tensor, ...]
+    rows: int
+    columns: int
+    numel: int
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Where the pieces of a slice begin and end, in elements."""
+        return [(start, min(start + self.columns, self.numel)) for start in range(0, self.numel, self.columns)]
+
+    def piece(self, number: int) -> Tensor:
+        """Memory for piece ``number``, of shape (rows, elements), contiguous; that of the piece a bank earlier."""
+        width = min(self.columns, self.numel - number * self.columns)
+        return self.banks[number % len(self.banks)][: self.rows * width].view(self.rows, width)
 
 
 class Staging:
     """Lends buffers of at most ``limit`` bytes each.
 
     Args:
-        limit: most bytes of one buffer, shared by all rows of a loan.
+        limit: most bytes of one buffer, shared by all rows and banks of a loan.
         on_change: told how many bytes were allocated (positive) or let go.
     """
 
     def __init__(self, limit: int = DEFAULT_STAGING_BYTES, on_change: Callable[[int], None] | None = None) -> None:
         self._limit = limit
         self._on_change = on_change
-        self._idle: list[Tensor] = []
+        self._arena = Arena()
+        self._shelves: dict[torch.device, _Shelf] = {}
 
     @contextmanager
-    def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-        """A buffer of shape (banks, ``rows``, columns).
-
-        One bank of ``numel`` columns where the limit allows; otherwise two banks of as many as it allows (at least
-        one), so that one can be filled while the other is read.
-        """
+    def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Loan]:
+        """A buffer for pieces of ``rows`` slices of ``numel`` elements; at least one element of each in a piece."""
         banks, columns = 1, numel
         if rows * numel * dtype.itemsize > self._limit:
             banks, columns = 2, max(1, min(numel, self._limit // (2 * rows * dtype.itemsize)))
         needed = banks * rows * columns * dtype.itemsize
-        buffer = self._take(needed, device)
+        shelf = self._shelves.setdefault(device, _Shelf())
+        if needed > shelf.nbytes:
+            # Smaller ones would not be lent again once the largest unit has been seen.
+            for _ in range(len(shelf.idle)):
+                self._count(-shelf.idle.pop().nbytes)
+            shelf.nbytes = needed
+            shelf.idle = [self._make(needed, device) for _ in range(_LOANS)]
+        buffer = shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
         try:
-            yield buffer[:needed].view(dtype).view(banks, rows, columns)
+            yield Loan(buffer[:needed].view(dtype).split(rows * columns), rows, columns, numel)
         finally:
-            self._idle.append(buffer)
+            if buffer.nbytes == shelf.nbytes:
+                shelf.idle.append(buffer)
+            else:
+                self._count(-buffer.nbytes)
 
-    def _take(self, needed: int, device: torch.device) -> Tensor:
-        for position, buffer in enumerate(self._idle):
-            if buffer.numel() >= needed and buffer.device == device:
-                return self._idle.pop(position)
-        # Too small ones would never be lent again once the largest unit has been seen.
-        small = [buffer for buffer in self._idle if buffer.device == device]
-        self._idle = [buffer for buffer in self._idle if buffer.device != device]
-        if self._on_change is not None:
-            self._on_change(needed - sum(buffer.nbytes for buffer in small))
+    def _make(self, nbytes: int, device: torch.device) -> Tensor:
+        self._count(nbytes)
         with torch.inference_mode(False):
-            return torch.empty(needed, dtype=torch.uint8, device=device)
+            return self._arena.empty("communication", nbytes, torch.uint8, device)
+
+    def _count(self, nbytes: int) -> None:
+        if self._on_change is not None:
+            self._on_change(nbytes)
+
+
+@dataclass
+class _Shelf:
+    """The buffers of one device that are not lent, all of the same size."""
+
+    nbytes: int = 0
+    idle: list[Tensor] = field(default_factory=list)

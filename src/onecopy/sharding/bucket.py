@@ -165,12 +165,6 @@ class Bucket:
             return self._arena.empty("gradients", numel, dtype, self.device)
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def as_gradient_slice(self, flat: Tensor) -> Tensor:
-        """``flat``, whose memory may be kept, in the accumulate dtype and where gradients are to lie."""
-        if self._arena is None:
-            return flat.to(self.dtypes.accumulate)
-        return self.empty_gradient_slice().copy_(flat)
-
     def local(self, flat_slice: Tensor, position: int) -> Tensor:
         """The part of parameter ``position`` in this rank's slice, 1-D."""
         segment = self._segments[position]

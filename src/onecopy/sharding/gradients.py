@@ -1,20 +1,22 @@
 """Gradients: the way of a bucket's gradients from autograd to `p.grad`.
 
-    autograd ──arrive──▶ whole leaf's .grad ──▶ outgoing ──reduce-scatter──▶ reduced ──install──▶ p.grad
+    autograd ──arrive──▶ whole leaf's .grad ──▶ (pieces) ──reduce-scatter──▶ reduced ──install──▶ p.grad
                                   └──(not sending)──▶ kept ──┘
 
 ==============  ============  ====================================================================
-``outgoing``    all elements  on their way out, in the reduce dtype; lives while it is sent
 ``kept``        all elements  summed over micro-batches that do not send (stages 0 and 1)
 ``kept_slice``  one slice     summed over micro-batches that do, where masters are too narrow to sum in
 ``reduced``     one slice     the mean over ranks; becomes the memory of `p.grad`
 ==============  ============  ====================================================================
+
+What is sent leaves through communication buffers of constant size, in the reduce dtype; autograd's own gradients, or
+the kept ones, live until the last of them is copied out.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,11 +25,13 @@ from torch import Tensor
 
 from onecopy.comm.collective import Collective
 from onecopy.comm.dtensors import local_of
+from onecopy.comm.outgoing import Flat, Outgoing
 from onecopy.errors import UsageError
+from onecopy.sharding.arrived import ArrivedGradients
 from onecopy.sharding.bucket import Bucket, Entry
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.pending import PendingGradient
-from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.sliced import SlicedTensor, memory_order
 
 
 class _Gradient:
@@ -79,13 +83,14 @@ class Gradients:
 
     Attributes:
         on_arrival: called in backward when the last of the bucket's gradients has been computed.
+        meanwhile: called in backward whenever a gradient has been computed.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.on_arrival: Callable[[], None] | None = None
+        self.meanwhile: Callable[[], None] | None = None
         self._bucket = bucket
-        # One rank sends nothing, and need not round to what it would send in.
-        self._wire = bucket.dtypes.reduce if bucket.mesh.size > 1 else bucket.dtypes.accumulate
+        self._orders = [memory_order(strides) for strides in bucket.strides]
         self._gradients = [_Gradient(entry) for entry in bucket.entries]
         self._kept: FlatBuffer | None = None
         self._kept_slice: Tensor | None = None
@@ -116,6 +121,8 @@ class Gradients:
             gradient.arrived = True
             self._missing -= 1
             self._count_arrived(local_of(arrived).nbytes)
+        if self.meanwhile is not None:
+            self.meanwhile()
         if self._missing == 0 and self.on_arrival is not None:
             self.on_arrival()
 
@@ -166,16 +173,16 @@ class Gradients:
         self._reduction = self._reduce(self._take_outgoing())
         self._underway = next(self._reduction, None)
 
-    def advance_reduce(self) -> bool:
-        """Move a reduce that is under way on by one wait. Returns whether it is done."""
-        if self._underway is not None and self._underway.advance():
+    def progress(self) -> None:
+        """Move a reduce that is under way on if nothing has to be waited for."""
+        if self._underway is not None and self._underway.advance_if_ready():
             self._underway = next(self._reduction, None)
-        return self._underway is None
 
     def finish_reduce(self) -> None:
         """Wait until this rank's slice of the mean gradient is there."""
-        while not self.advance_reduce():
-            pass
+        while self._underway is not None:
+            self._underway.finish()
+            self._underway = next(self._reduction, None)
 
     def install(self, used: Sequence[bool], *, last: bool) -> None:
         """Add the reduced gradients to `p.grad` of the parameters that some rank used; others keep what they have.
@@ -220,28 +227,27 @@ class Gradients:
         for gradient in self._gradients:
             gradient.drop_pending()
 
-    def _take_outgoing(self) -> FlatBuffer:
-        """All that is to be sent, in one buffer in the reduce dtype; autograd's own gradients are let go."""
-        dtypes = self._bucket.dtypes
+    def _take_outgoing(self) -> Outgoing:
+        """All that is to be sent."""
+        bucket = self._bucket
         kept, self._kept = self._kept, None
         if kept is not None:
             self._add_arrived(kept)
-            outgoing = kept
-            if dtypes.accumulate != self._wire:
-                outgoing = self._bucket.buffer(self._wire, kept.flat.to(self._wire))
-                self._bucket.meter.add("gradients_whole", outgoing.nbytes - kept.nbytes)
-        else:
-            outgoing = self._bucket.buffer(self._wire)
-            self._bucket.meter.add("gradients_whole", outgoing.nbytes)
-            with torch.no_grad():
-                pairs = list(zip(outgoing.views, self._gradients, strict=True))
-                if self.any_arrived:
-                    torch._foreach_copy_([v for v, g in pairs if g.arrived], self._arrived_gradients())
-                for view, gradient in pairs:
-                    if not gradient.arrived:
-                        view.zero_()
+            self._forget_arrived()
+            return Flat(kept.flat, bucket.dtypes.reduce, partial(bucket.meter.add, "gradients_whole", -kept.nbytes))
+        arrived, self._arrived_bytes = self._arrived_bytes, 0
+        outgoing = ArrivedGradients(
+            bucket.layout,
+            [g.local.permute(order).reshape(-1) if g.arrived else None for g, order in self._ordered()],
+            bucket.dtypes.reduce,
+            bucket.device,
+            partial(bucket.meter.add, "gradients_whole", -arrived),
+        )
         self._forget_arrived()
         return outgoing
+
+    def _ordered(self) -> Iterable[tuple[_Gradient, list[int]]]:
+        return zip(self._gradients, self._orders, strict=True)
 
     def _add_arrived(self, kept: FlatBuffer) -> None:
         """Add to ``kept``; a parameter whose gradient is new, or was cleared by the user since, starts anew."""
@@ -265,29 +271,19 @@ class Gradients:
             gradient.arrived = False
             gradient.whole.grad = None
 
-    def _reduce(self, outgoing: FlatBuffer) -> Iterator[Collective]:
+    def _reduce(self, outgoing: Outgoing) -> Iterator[Collective]:
         """Reduce-scatter over shard, then all-reduce over every replicate axis."""
         bucket, mesh = self._bucket, self._bucket.mesh
-        nbytes = outgoing.nbytes
-        if mesh.shard.size == 1:
-            sent = outgoing.flat
-        else:
-            self._reduced = bucket.empty_gradient_slice()
-            if collective := mesh.shard.reduce_scatter(outgoing.flat, self._reduced, bucket.unit, bucket.tag + 3):
+        reduced = self._reduced = bucket.empty_gradient_slice()
+        bucket.meter.add("gradients_sliced", reduced.nbytes)
+        if mesh.shard.size > 1 or mesh.copies == 1:
+            if collective := mesh.shard.reduce_scatter(outgoing, reduced, bucket.unit, bucket.tag + 3):
                 yield collective
-            del outgoing
-            bucket.meter.add("gradients_whole", -nbytes)
-            bucket.meter.add("gradients_sliced", self._reduced.nbytes)
-            if mesh.copies == 1:
-                return
-            sent = self._reduced.to(self._wire)
+            outgoing = Flat(reduced, bucket.dtypes.reduce)
         for position, axis in enumerate(mesh.replicate):
-            if collective := axis.all_reduce(sent, bucket.unit, bucket.tag + 4 + 2 * position):
+            if collective := axis.all_reduce(outgoing, reduced, bucket.unit, bucket.tag + 4 + 2 * position):
                 yield collective
-        self._reduced = bucket.as_gradient_slice(sent)
-        if mesh.shard.size == 1:
-            bucket.meter.add("gradients_whole", -nbytes)
-            bucket.meter.add("gradients_sliced", self._reduced.nbytes)
+                outgoing = Flat(reduced, bucket.dtypes.reduce)
 
 
 def _arrive(gradients: weakref.ref[Gradients], position: int, whole: Tensor) -> None:

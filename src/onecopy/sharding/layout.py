@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALIGNMENT: Final = 8
 """Elements. 16 bytes in bf16, what the widest GPU loads ask for."""
@@ -68,6 +71,17 @@ class Layout:
     def padded_numel(self) -> int:
         """Elements of the flat buffer, padding included: what travels when the bucket is gathered."""
         return self.slice_numel * self.num_slices
+
+    @cached_property
+    def _stretches(self) -> list[int]:
+        """Elements of each parameter and of the padding after it, in turn."""
+        ends = (*self.offsets[1:], self.padded_numel)
+        pairs = zip(self.numels, self.offsets, ends, strict=True)
+        return [stretch for numel, start, end in pairs for stretch in (numel, end - start - numel)]
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Of a flat buffer, the part of each parameter, 1-D."""
+        return list(flat.split(self._stretches)[::2])
 
     def segment(self, index: int, rank: int) -> Segment:
         """What the slice of ``rank`` holds of parameter ``index``."""

@@ -1,6 +1,8 @@
 """Reducer: sends units' gradients in one order, a few at a time, and installs the results.
 
-While one unit computes, the gradients of the three before are under way and no more, so whole gradients never pile up.
+While one unit computes, the gradients of the two before are under way and no more, so whole gradients never pile up.
+Where it waits depends on the order alone, never on what happens to have come: a rank that waits sends nothing else
+meanwhile, so each must know that at this point all the others have gone as far.
 Which parameters no rank used is agreed in one small message per backward, because a parameter that one process would
 leave without a gradient must have none here.
 """
@@ -18,8 +20,8 @@ from onecopy.sharding.gradients import Gradients
 from onecopy.sharding.order import agree_order
 from onecopy.sharding.unit import Unit
 
-_UNDERWAY: Final = 3
-"""Most units on the wire: one whose reduce takes several waits (a large one; stage 0) may stay beside the last two."""
+_UNDERWAY: Final = 2
+"""Most units on the wire: one whose messages are on their way while the next one computes, and that one's."""
 
 
 class Reducer:
@@ -45,6 +47,8 @@ class Reducer:
         self._order = list(order)
         self._mesh = mesh
         self._all = [gradients for unit in units for gradients in unit.gradients]
+        for gradients in self._all:
+            gradients.meanwhile = self._progress
         self._sends = False
         self._last = False
         self._next = 0
@@ -126,15 +130,17 @@ class Reducer:
         for gradients in self._all:
             gradients.drop()
 
+    def _progress(self) -> None:
+        """Between two gradients: what peers have sent is taken in, and makes room for the next piece."""
+        for unit in self._underway:
+            for gradients in unit.gradients:
+                gradients.progress()
+
     def _send(self, unit: Unit) -> None:
         self._next += 1
         self._before_wait(unit)
-        # The latest is left alone: while this unit's messages are made, its own are on the wire.
-        for earlier in [] if self.dynamic else self._underway[:-1]:
-            done = [gradients.advance_reduce() for gradients in earlier.gradients]
-            if all(done) or len(self._underway) > _UNDERWAY:
-                self._underway.remove(earlier)
-                self._complete(earlier)
+        while not self.dynamic and len(self._underway) >= _UNDERWAY:
+            self._complete(self._underway.pop(0))
         for gradients in unit.gradients:
             self._uses[gradients] = gradients.uses()
             gradients.start_reduce()
