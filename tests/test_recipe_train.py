@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from onecopy.errors import CollectiveTimeout
-from onecopy.memory.staging import DEFAULT_STAGING_BYTES
 from onecopy.recipes.config import Config, Optimizer, Schedule
 from onecopy.recipes.data import Batches
 from onecopy.recipes.model import build_model
@@ -363,7 +362,7 @@ def test_defaults_of_the_twin_are_those_of_the_config() -> None:
     config = Config()
     assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps) == (0.9, 0.95, 1e-8)
     assert (config.optimizer.clip_norm, config.optimizer.weight_decay) == (1.0, 0.1)
-    assert config.parallel.bucket_bytes == DEFAULT_STAGING_BYTES
+    assert config.parallel.bucket_bytes == 0
     assert (config.schedule.final_fraction, config.data.validation_fraction) == (0.1, 0.05)
 
 

@@ -106,14 +106,15 @@ class Collective:
         return self.done
 
     def advance_if_ready(self) -> bool:
-        """As `advance`, if nothing has to be waited for.
+        """As `advance`, if nothing has to be waited for. Returns whether it moved on.
 
         That is known of messages through memory alone, and NCCL's calls must not be made whenever a rank is ready.
         """
         works = () if self._posted is None else [posted.work for posted in self._posted]
         if works and all(isinstance(work, Offer | Fetch) and work.has_come() for work in works):
             self.advance()
-        return self.done
+            return True
+        return False
 
     def finish(self) -> None:
         """Wait until the collective is done."""

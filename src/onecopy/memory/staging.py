@@ -16,8 +16,18 @@ from torch import Tensor
 
 from onecopy.memory.arena import Arena
 
-DEFAULT_STAGING_BYTES: Final = 4 * 2**20
-"""Most bytes of one staging buffer: the smallest that is as fast as larger ones, by `benchmarks/bucket_bytes.py`."""
+CPU_BYTES: Final = 8 * 2**20
+"""Most bytes of one buffer on the CPU: as fast as larger ones, by `benchmarks/bucket_bytes.py` and in whole steps."""
+
+ACCELERATOR_BYTES: Final = 512 * 2**20
+"""Elsewhere: a transformer layer of a 7B model goes in one piece. Not measured. There a second piece has the stream
+that computes wait for the first, which costs more than on the CPU."""
+
+
+def default_bytes(device: torch.device) -> int:
+    """Most bytes of one buffer for tensors of ``device``, where nothing is said."""
+    return CPU_BYTES if device.type == "cpu" else ACCELERATOR_BYTES
+
 
 _LOANS: Final = 2
 """Buffers made at once: two units' reduces are under way at a time, or may be, and memory is not to depend on that."""
@@ -54,11 +64,11 @@ class Staging:
     """Lends buffers of at most ``limit`` bytes each.
 
     Args:
-        limit: most bytes of one buffer, shared by all rows and banks of a loan.
+        limit: most bytes of one buffer, shared by all rows and banks of a loan; None for `default_bytes`.
         on_change: told how many bytes were allocated (positive) or let go.
     """
 
-    def __init__(self, limit: int = DEFAULT_STAGING_BYTES, on_change: Callable[[int], None] | None = None) -> None:
+    def __init__(self, limit: int | None = None, on_change: Callable[[int], None] | None = None) -> None:
         self._limit = limit
         self._on_change = on_change
         self._arena = Arena()
@@ -68,8 +78,9 @@ class Staging:
     def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Loan]:
         """A buffer for pieces of ``rows`` slices of ``numel`` elements; at least one element of each in a piece."""
         banks, columns = 1, numel
-        if rows * numel * dtype.itemsize > self._limit:
-            banks, columns = 2, max(1, min(numel, self._limit // (2 * rows * dtype.itemsize)))
+        limit = default_bytes(device) if self._limit is None else self._limit
+        if rows * numel * dtype.itemsize > limit:
+            banks, columns = 2, max(1, min(numel, limit // (2 * rows * dtype.itemsize)))
         needed = banks * rows * columns * dtype.itemsize
         shelf = self._shelves.setdefault(device, _Shelf())
         if needed > shelf.nbytes:

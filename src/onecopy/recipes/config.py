@@ -81,7 +81,9 @@ class Parallel(Section):
         default="fp32", description="Dtype of compute and of what is sent; the optimizer's parameters stay fp32."
     )
     prefetch: int = Field(default=1, ge=0, description="Units to gather ahead of the one that computes.")
-    bucket_bytes: int = Field(default=4 * 2**20, ge=1, description="Most bytes of one communication buffer.")
+    bucket_bytes: int = Field(
+        default=0, ge=0, description="Most bytes of one communication buffer; 0: 8 MiB on the CPU, 512 MiB elsewhere."
+    )
     defragment: bool = Field(
         default=False, description="Keep gradients and activation checkpoints in memory regions of their own."
     )

@@ -57,7 +57,7 @@ def train(config: Config, world: World) -> bool:
         accumulate=parallel.accumulate,
         prefetch=parallel.prefetch,
         activations=_activations(config),
-        bucket_bytes=parallel.bucket_bytes,
+        bucket_bytes=parallel.bucket_bytes or None,
         defragment=parallel.defragment,
     )
     # The same weights everywhere, but dropout of its own on each rank that sees data of its own.

@@ -21,7 +21,7 @@ from onecopy.comm.mesh import Mesh, make_mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
-from onecopy.memory.staging import DEFAULT_STAGING_BYTES, Staging
+from onecopy.memory.staging import Staging
 from onecopy.sharding.agreement import check_agreement
 from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
@@ -56,7 +56,7 @@ def shard(
     optimizer: Optimizer | None = None,
     broadcast_buffers: bool = False,
     activations: Activations | None = None,
-    bucket_bytes: int = DEFAULT_STAGING_BYTES,
+    bucket_bytes: int | None = None,
     defragment: bool = False,
 ) -> ModelT:
     """Shard a model's states over the ranks, in place. Every rank calls it with the same model and settings.
@@ -80,7 +80,8 @@ def shard(
             keeps its own.
         activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
             None leaves activations to the model.
-        bucket_bytes: most bytes of one communication buffer; larger units go through it in pieces.
+        bucket_bytes: most bytes of one communication buffer, of which two are in use; gradients of larger units go
+            through it in pieces. None: 8 MiB on the CPU, 512 MiB elsewhere.
         defragment: keep gradients and activation checkpoints in regions of their own (`arena`), so that what lives
             shorter leaves no holes between them. What the regions have reserved they keep.
 
@@ -96,7 +97,8 @@ def shard(
     dtypes = Precision.of(precision)
     _check_count("accumulate", accumulate, at_least=1)
     _check_count("prefetch", prefetch, at_least=0)
-    _check_count("bucket_bytes", bucket_bytes, at_least=1)
+    if bucket_bytes is not None:
+        _check_count("bucket_bytes", bucket_bytes, at_least=1)
     _check_not_sharded(model)
     scopes = find_parameters(model, find_scopes(model, units))
     if not scopes:

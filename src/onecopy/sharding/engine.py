@@ -4,8 +4,9 @@
     backward  before a unit: gather it (and begin the next)                            after: release*, reduce*
     end of backward          reduce what never fired, set p.grad (`reducer.py`), release*
 
-What is starred depends on the stage, and only so: parameters are released if the stage shards them; gradients are
-reduced in every micro-batch if it shards them, else in the last one of a step.
+What is starred depends on the stage, and only so: parameters are released if the stage shards them, and after a
+step's last backward, since the optimizer is about to change them, if it shards the optimizer; gradients are reduced in
+every micro-batch if it shards them, else in the last one of a step.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class Engine:
         self._syncs_buffers = syncs_buffers
         self._no_sync = 0
         self._micro_batches = 0
+        self._last_ones = 0
+        self._expects_step = True
         self._step_began = 0.0
         self._state_bytes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._in_model_forward = False
@@ -181,6 +184,9 @@ class Engine:
                 bucket.check()
         self._in_model_forward = True
         self._records = recorded
+        if recorded and self._last_ones:
+            # Micro-batches that nobody told of: whole parameters that were let go were still of use.
+            self._expects_step = False
         self._count_gradients()
         self._forward.begin()
         if self._syncs_buffers and self.model.training:
@@ -254,6 +260,11 @@ class Engine:
         """Whether the micro-batch is the last one of a step."""
         return self._no_sync == 0 and (self._micro_batches + 1) % self._accumulate == 0
 
+    @property
+    def _releases_after_backward(self) -> bool:
+        """Whether whole parameters have no further use once this backward is through with them."""
+        return self.stage.shards_parameters or (self.stage.shards_optimizer and self._is_last and self._expects_step)
+
     def _before_backward(self, unit: Unit, visit: Visit, _: Tensor) -> None:
         if visit.began:
             return
@@ -293,7 +304,7 @@ class Engine:
         self._record(unit, visit, "backward")
         if not unit.is_computing:
             unit.show_sliced()
-        if self.stage.shards_parameters and not unit.in_use:
+        if self._releases_after_backward and not unit.in_use:
             unit.release()
 
     def _end_of_backward(self) -> None:
@@ -303,6 +314,7 @@ class Engine:
         self._backward.end()
         self.mesh.shard.settle()
         self._leave_backward()
+        self._last_ones += self._is_last
         self._micro_batches += 1
 
     def _leave_backward(self) -> None:
@@ -313,7 +325,7 @@ class Engine:
                 # A graph that was retained may run backward again.
                 visit.began = visit.ended = False
             unit.show_sliced()
-            if self.stage.shards_parameters:
+            if self._releases_after_backward:
                 unit.release()
         self._visited.clear()
         self._in_backward = False
@@ -364,6 +376,8 @@ class Engine:
     def step_done(self, optimizer: object, state_bytes: int) -> None:
         """``optimizer``, which holds ``state_bytes`` of states, has stepped: a micro-batch is a step's first again."""
         self._micro_batches = 0
+        self._expects_step = self._last_ones <= 1
+        self._last_ones = 0
         self._state_bytes[optimizer] = state_bytes
         self.meter.set("optimizer", sum(self._state_bytes.values()))
         if (timeline := self.ledger.timeline) is not None:

@@ -174,9 +174,10 @@ class Gradients:
         self._underway = next(self._reduction, None)
 
     def progress(self) -> None:
-        """Move a reduce that is under way on if nothing has to be waited for."""
-        if self._underway is not None and self._underway.advance_if_ready():
-            self._underway = next(self._reduction, None)
+        """Move a reduce that is under way on as far as nothing has to be waited for."""
+        while self._underway is not None and self._underway.advance_if_ready():
+            if self._underway.done:
+                self._underway = next(self._reduction, None)
 
     def finish_reduce(self) -> None:
         """Wait until this rank's slice of the mean gradient is there."""
@@ -235,13 +236,13 @@ class Gradients:
             self._add_arrived(kept)
             self._forget_arrived()
             return Flat(kept.flat, bucket.dtypes.reduce, partial(bucket.meter.add, "gradients_whole", -kept.nbytes))
-        arrived, self._arrived_bytes = self._arrived_bytes, 0
+        self._arrived_bytes = 0
         outgoing = ArrivedGradients(
             bucket.layout,
             [g.local.permute(order).reshape(-1) if g.arrived else None for g, order in self._ordered()],
             bucket.dtypes.reduce,
             bucket.device,
-            partial(bucket.meter.add, "gradients_whole", -arrived),
+            lambda nbytes: bucket.meter.add("gradients_whole", -nbytes),
         )
         self._forget_arrived()
         return outgoing

@@ -1,6 +1,6 @@
 """Reducer: sends units' gradients in one order, a few at a time, and installs the results.
 
-While one unit computes, the gradients of the two before are under way and no more, so whole gradients never pile up.
+While one unit computes, the gradients of the one before are under way and no more, so whole gradients never pile up.
 Where it waits depends on the order alone, never on what happens to have come: a rank that waits sends nothing else
 meanwhile, so each must know that at this point all the others have gone as far.
 Which parameters no rank used is agreed in one small message per backward, because a parameter that one process would
@@ -10,7 +10,6 @@ leave without a gradient must have none here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
 
 import torch
 
@@ -19,9 +18,6 @@ from onecopy.comm.mesh import Mesh
 from onecopy.sharding.gradients import Gradients
 from onecopy.sharding.order import agree_order
 from onecopy.sharding.unit import Unit
-
-_UNDERWAY: Final = 2
-"""Most units on the wire: one whose messages are on their way while the next one computes, and that one's."""
 
 
 class Reducer:
@@ -139,11 +135,12 @@ class Reducer:
     def _send(self, unit: Unit) -> None:
         self._next += 1
         self._before_wait(unit)
-        while not self.dynamic and len(self._underway) >= _UNDERWAY:
-            self._complete(self._underway.pop(0))
         for gradients in unit.gradients:
             self._uses[gradients] = gradients.uses()
             gradients.start_reduce()
+        # Its messages are posted before the last one's are waited for: a link must not stand idle.
+        while not self.dynamic and self._underway:
+            self._complete(self._underway.pop(0))
         self._underway.append(unit)
 
     def _complete(self, unit: Unit) -> None:
