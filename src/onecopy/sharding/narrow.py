@@ -66,22 +66,12 @@ class NarrowGradient(SlicedTensor):
 
 
 def _in_groups(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Widen, act and round back what was written, one group after the other."""
+    """Act on one group of rows after the other."""
     in_place, in_lists = func._schema.is_mutable, isinstance(args[0], list | tuple)
     columns = args if in_lists else tuple([argument] for argument in args)
-    writes = written(func)
-    if func._schema.name.startswith("aten::_fused_") and kwargs.get("grad_scale") is None:
-        # Fused optimizers write to gradients only where they unscale them.
-        writes = tuple(position for position in writes if position != 1)
     results: list[Any] = []
     for rows in _groups(_narrow_numels(columns), cut=in_place):
-        group = _Group(rows)
-        pieces = [group.take(column) for column in columns]
-        group.widen()
-        result = RULES[func](func, tuple(pieces if in_lists else [piece[0] for piece in pieces]), kwargs)
-        group.round_back([columns[position] for position in writes])
-        if not in_place:
-            results += result if in_lists else [result]
+        results += _Group(rows).act(func, columns, kwargs, in_lists)
     if in_place:
         return args[0] if func._schema.returns else None
     return results if in_lists else results[0]
@@ -124,7 +114,27 @@ class _Group:
         self._rows = rows
         self._widened: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def take(self, column: Any) -> Any:
+    def act(self, func: Any, columns: Sequence[Any], kwargs: dict[str, Any], in_lists: bool) -> list[Any]:
+        """Widen, act, and round back what was written to gradients. Returns results that are new."""
+        pieces = [self._take(column) for column in columns]
+        if self._widened:
+            narrow, wide = zip(*self._widened.values(), strict=True)
+            torch._foreach_copy_(wide, narrow)
+        result = RULES[func](func, tuple(pieces if in_lists else [piece[0] for piece in pieces]), kwargs)
+        changed = [
+            self._widened[id(column[index])]
+            for column in (columns[position] for position in _writes(func, kwargs))
+            for index, _ in (self._rows if column else ())
+            if isinstance(column[index], NarrowGradient)
+        ]
+        if changed:
+            narrow, wide = zip(*changed, strict=True)
+            torch._foreach_copy_(narrow, wide)
+        if func._schema.is_mutable:
+            return []
+        return list(result) if in_lists else [result]
+
+    def _take(self, column: Any) -> Any:
         """The rows of an argument; one that is no list, or an empty one, serves all rows."""
         if not isinstance(column, list | tuple) or not column:
             return column
@@ -135,20 +145,16 @@ class _Group:
             return item
         local, slicing = item.local[run], item.slicing
         if isinstance(item, NarrowGradient):
-            _, local = self._widened.setdefault(id(item), (local, torch.empty_like(local, dtype=item.dtype)))
+            if id(item) not in self._widened:
+                self._widened[id(item)] = local, torch.empty_like(local, dtype=item.dtype)
+            local = self._widened[id(item)][1]
         if run != _WHOLE:
             slicing = replace(slicing, start=slicing.start + run.start, numel=local.numel())
         return SlicedTensor(local, slicing, on_write=item._on_write)
 
-    def widen(self) -> None:
-        if self._widened:
-            narrow, wide = zip(*self._widened.values(), strict=True)
-            torch._foreach_copy_(wide, narrow)
 
-    def round_back(self, columns: Sequence[Any]) -> None:
-        """Keep what was written to gradients in ``columns``."""
-        taken = [column[index] for column in columns if column for index, _ in self._rows]
-        pairs = [self._widened[id(item)] for item in taken if isinstance(item, NarrowGradient)]
-        if pairs:
-            narrow, wide = zip(*pairs, strict=True)
-            torch._foreach_copy_(narrow, wide)
+def _writes(func: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Where gradients are written. Fused optimizers do so only where they unscale them."""
+    if func._schema.name.startswith("aten::_fused_") and kwargs.get("grad_scale") is None:
+        return ()
+    return written(func)
