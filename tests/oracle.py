@@ -150,7 +150,8 @@ def train_in_rank_order(
             for batch in batches[start : start + accumulate]
         ]
         if sum_first:
-            local = [[_sum([micro[rank] for micro in local], hold) for rank in range(num_ranks)]]
+            kept = hold if accumulate > 1 else None
+            local = [[_sum([micro[rank] for micro in local], kept) for rank in range(num_ranks)]]
         for ranks in local:
             for parameter, *terms in zip(parameters, *ranks, strict=True):
                 mean = _round(_sum([[t] for t in terms])[0].mul_(1.0 / num_ranks), hold)
@@ -174,11 +175,11 @@ def _gradients(
 
 
 def _sum(terms: list[list[Tensor]], hold: torch.dtype | None = None) -> list[Tensor]:
-    """Element by element, first to last."""
-    total = [t.clone() for t in terms[0]]
+    """Element by element, first to last; terms and sums are rounded to ``hold``."""
+    total = [_round(t.clone(), hold) for t in terms[0]]
     for term in terms[1:]:
         for to, value in zip(total, term, strict=True):
-            _round(to.add_(value), hold)
+            _round(to.add_(value if hold is None else value.to(hold)), hold)
     return total
 
 

@@ -52,7 +52,14 @@ def _sharded(
 
 
 def _emulated(
-    num_ranks: int, stage: int, name: str, *, accumulate: int = 1, clip: float | None = None, hold: Any = BF16
+    num_ranks: int,
+    stage: int,
+    name: str,
+    *,
+    accumulate: int = 1,
+    clip: float | None = None,
+    half: torch.dtype | None = BF16,
+    hold: torch.dtype | None = BF16,
 ) -> Run:
     return train_in_rank_order(
         seeded(TinyGPT),
@@ -60,7 +67,7 @@ def _emulated(
         token_batches(2 * accumulate),
         num_ranks,
         accumulate=accumulate,
-        half=BF16,
+        half=half,
         sum_first=stage < 2,
         hold=hold,
         clip=clip,
@@ -116,6 +123,20 @@ def test_at_one_rank_and_one_micro_batch_nothing_is_lost(stage: int) -> None:
             assert_same_weights(found.weights, expected.weights, atol=1e-7 if name == "adamw-fused" else 0)
 
     run_ranks(1, run, group=False)
+
+
+@every_stage
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_of_fp32_compute_may_be_held_in_bf16_too(accumulate: int, stage: int, num_ranks: int) -> None:
+    """They travel in fp32 and are rounded where they are held. Oracle: the fp32 twin that rounds, to the last bit."""
+
+    def run(rank: int) -> None:
+        precision = onecopy.Precision(accumulate=BF16)
+        found = _sharded(rank, num_ranks, stage, "sgd", accumulate=accumulate, precision=precision)
+        expected = _emulated(num_ranks, stage, "sgd", accumulate=accumulate, half=None)
+        assert_same_weights(found.weights, expected.weights, atol=0)
+
+    run_ranks(num_ranks, run)
 
 
 def test_a_replicate_axis_rounds_twice() -> None:
