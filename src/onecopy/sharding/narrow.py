@@ -69,9 +69,11 @@ def _in_groups(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Act on one group of rows after the other."""
     in_place, in_lists = func._schema.is_mutable, isinstance(args[0], list | tuple)
     columns = args if in_lists else tuple([argument] for argument in args)
+    numels = _narrow_numels(columns)
+    room = _Room(min(PIECE_NUMEL, sum(numels)))
     results: list[Any] = []
-    for rows in _groups(_narrow_numels(columns), cut=in_place):
-        results += _Group(rows).act(func, columns, kwargs, in_lists)
+    for rows in _groups(numels, cut=in_place):
+        results += _Group(rows, room).act(func, columns, kwargs, in_lists)
     if in_place:
         return args[0] if func._schema.returns else None
     return results if in_lists else results[0]
@@ -107,11 +109,35 @@ def _groups(numels: Sequence[int], *, cut: bool) -> Iterator[Rows]:
     yield rows
 
 
+class _Room:
+    """Memory of ``numel`` elements for what is wide, the same for all groups of a call. What does not fit has its own."""
+
+    def __init__(self, numel: int) -> None:
+        self._numel = numel
+        self._memory: Tensor | None = None
+        self._taken = 0
+
+    def clear(self) -> None:
+        self._taken = 0
+
+    def take(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Undefined elements, as many as ``like`` has and on its device."""
+        if self._memory is None:
+            self._memory = torch.empty(self._numel, dtype=dtype, device=like.device)
+        memory = self._memory[self._taken : self._taken + like.numel()]
+        if (memory.numel(), memory.dtype, memory.device) != (like.numel(), dtype, like.device):
+            return torch.empty_like(like, dtype=dtype)
+        self._taken += like.numel()
+        return memory
+
+
 class _Group:
     """Some rows of an operation's arguments. A gradient that it takes twice is widened once."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, room: _Room) -> None:
         self._rows = rows
+        self._room = room
+        room.clear()
         self._widened: dict[int, tuple[Tensor, Tensor]] = {}
 
     def act(self, func: Any, columns: Sequence[Any], kwargs: dict[str, Any], in_lists: bool) -> list[Any]:
@@ -146,7 +172,7 @@ class _Group:
         local, slicing = item.local[run], item.slicing
         if isinstance(item, NarrowGradient):
             if id(item) not in self._widened:
-                self._widened[id(item)] = local, torch.empty_like(local, dtype=item.dtype)
+                self._widened[id(item)] = local, self._room.take(local, item.dtype)
             local = self._widened[id(item)][1]
         if run != _WHOLE:
             slicing = replace(slicing, start=slicing.start + run.start, numel=local.numel())
