@@ -110,7 +110,7 @@ def _groups(numels: Sequence[int], *, cut: bool) -> Iterator[Rows]:
 
 
 class _Room:
-    """Memory of ``numel`` elements for what is wide, the same for all groups of a call. What does not fit has its own."""
+    """Memory for ``numel`` wide elements, the same for all groups of a call. What does not fit has its own."""
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
