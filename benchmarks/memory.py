@@ -62,7 +62,7 @@ def measure(rank: int, write: Callable[[str], None], stage: int, precision: str,
     """Write this rank's bytes as a line of JSON."""
     return_freed_memory()
     # Threads, libraries and kernels that any training loads are no system's own.
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     warm = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).to(dtype)
     warm(torch.ones(2, 64, dtype=dtype)).sum().backward()
     torch.optim.AdamW(warm.parameters(), fused=True).step()
@@ -86,7 +86,7 @@ def measure(rank: int, write: Callable[[str], None], stage: int, precision: str,
 def line(stage: int, ranks: int, precision: str, found: dict[str, Any], parameters: int) -> str:
     """One row: states held after a step beside the paper's, then the peak and how much of it the meter explains."""
     held, peak = sum(found["held"][name] for name in STATES), sum(found["peak"].values())
-    wide = 0 if precision == "bf16" else 2
+    wide = 2 if precision == "fp32" else 0
     paper = model_state_bytes(stage, parameters, ranks, parameter_bytes=2 + wide, gradient_bytes=2 + wide).total
     if wide:
         paper -= 4 * parameters / (1 if stage == 0 else ranks)  # fp32 parameters are their own masters
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    parser.add_argument("--precision", choices=["bf16", "bf16-lean", "fp32"], default="bf16")
     parser.add_argument("--tokens", type=int, default=8, help="of the one sample that a rank computes")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     options = parser.parse_args()

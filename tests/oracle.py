@@ -127,11 +127,15 @@ def train_in_rank_order(
     accumulate: int = 1,
     half: torch.dtype | None = None,
     sum_first: bool = False,
+    hold: torch.dtype | None = None,
+    clip: float | None = None,
 ) -> Run:
     """Train ``model`` in this process on what each rank would compute, summed in rank order: equal to the last bit.
 
     Args:
         sum_first: add micro-batches on each rank before the sum over ranks (stages 0 and 1), else after it.
+        hold: dtype in which gradients are held: sums of micro-batches, means over ranks and what clipping leaves are
+            rounded to it.
     """
     run = Run()
     optimizer = make_optimizer(model.parameters())
@@ -146,11 +150,16 @@ def train_in_rank_order(
             for batch in batches[start : start + accumulate]
         ]
         if sum_first:
-            local = [[_sum([micro[rank] for micro in local]) for rank in range(num_ranks)]]
+            kept = hold if accumulate > 1 else None
+            local = [[_sum([micro[rank] for micro in local], kept) for rank in range(num_ranks)]]
         for ranks in local:
             for parameter, *terms in zip(parameters, *ranks, strict=True):
-                mean = _sum([[t] for t in terms])[0].mul_(1.0 / num_ranks)
-                parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
+                mean = _round(_sum([[t] for t in terms])[0].mul_(1.0 / num_ranks), hold)
+                parameter.grad = mean if parameter.grad is None else _round(parameter.grad.add_(mean), hold)
+        if clip is not None:
+            run.norms.append(clip_grad_norm_(parameters, clip).item())
+            for parameter in parameters:
+                _round(parameter.grad, hold)
         optimizer.step()
         optimizer.zero_grad()
     run.weights = whole_weights(model)
@@ -165,13 +174,19 @@ def _gradients(
     return list(torch.autograd.grad(loss / accumulate, parameters))
 
 
-def _sum(terms: list[list[Tensor]]) -> list[Tensor]:
-    """Element by element, first to last."""
-    total = [t.clone() for t in terms[0]]
+def _sum(terms: list[list[Tensor]], hold: torch.dtype | None = None) -> list[Tensor]:
+    """Element by element, first to last; terms and sums are rounded to ``hold``."""
+    total = [_round(t.clone(), hold) for t in terms[0]]
     for term in terms[1:]:
         for to, value in zip(total, term, strict=True):
-            to.add_(value)
+            _round(to.add_(value if hold is None else value.to(hold)), hold)
     return total
+
+
+def _round(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """To what ``dtype`` can hold, in place."""
+    assert tensor is not None
+    return tensor if dtype is None else tensor.copy_(tensor.to(dtype))
 
 
 # --- holding a sharded run against the twin

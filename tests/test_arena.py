@@ -115,12 +115,14 @@ def test_regions_are_apart() -> None:
     assert arena.region("gradients") is not arena.region("checkpoints")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_training_in_an_arena_changes_no_bit(stage: int) -> None:
+@pytest.mark.parametrize("stage, precision", [*((n, None) for n in range(4)), (0, "bf16-lean"), (2, "bf16-lean")])
+def test_training_in_an_arena_changes_no_bit(stage: int, precision: str | None) -> None:
     """Gradients and checkpoints lie in regions of their own, which hold no more after ten steps than after two."""
 
     def weights(rank: int, defragment: bool) -> tuple[dict[str, Tensor], list[int]]:
-        model = onecopy.shard(seeded(TinyGPT), stage, activations=Activations(), defragment=defragment)
+        model = onecopy.shard(
+            seeded(TinyGPT), stage, activations=Activations(), defragment=defragment, precision=precision
+        )
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         arena, reserved = onecopy.arena(model), []
         for batch in token_batches(10):

@@ -19,7 +19,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", [None, "bf16", "bf16-lean"])
 def test_training_on_one_gpu_equals_plain_pytorch(stage: int, precision: str | None, tmp_path: Path) -> None:
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:

@@ -39,22 +39,26 @@ def _batch(rank: int) -> Tensor:
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
 
 
-def _sizes(rank: int, stage: int, depth: int, steps: int = 2) -> dict[str, dict[str, int]]:
+def _sizes(
+    rank: int, stage: int, depth: int, steps: int = 2, precision: str = "bf16", micro_batches: int = 1
+) -> dict[str, dict[str, int]]:
     torch.manual_seed(0)
-    model = onecopy.shard(Net(depth), stage, precision="bf16")
+    model = onecopy.shard(Net(depth), stage, precision=precision, accumulate=micro_batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     meter = onecopy.meter(model)
     states = []
     for _ in range(steps):
         meter.reset_peaks()
-        model(_batch(rank)).backward()
+        for _ in range(micro_batches):
+            first = dict(meter.live)
+            model(_batch(rank)).backward()
         optimizer.step()
         # Gradients are still there: this is when a rank holds all of its model states.
         held = dict(meter.live)
         optimizer.zero_grad()
         states.append(dict(meter.live))
     highest = {c: max(peak[c] for peak in meter.peaks.values()) for c in meter.live}
-    return {"held": held, "highest": highest, "last": states[-1], "earlier": states[-2]}
+    return {"held": held, "highest": highest, "last": states[-1], "earlier": states[-2], "before_last": first}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -77,6 +81,46 @@ def test_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> None:
         total = sum(v for c, v in held.items() if c not in ("communication", "activations"))
         paper = 16 * psi / num_ranks if stage == 3 else 2 * psi + 16 * psi / shards
         assert total == pytest.approx(paper, rel=0.01)
+
+
+def _states(held: dict[str, int], depth: int, shards: int) -> float:
+    """Bytes of model states as the paper counts them: without AdamW's counters, 4 bytes a tensor, and padding apart."""
+    psi = ROOT + depth * BLOCK
+    total = sum(v for c, v in held.items() if c not in ("communication", "activations"))
+    padding = held["parameters_sliced"] - 4 * psi / shards + max(0.0, held["parameters_gathered"] - 2 * psi)
+    assert 0 <= padding < 0.01 * total
+    return total - padding - 4 * (2 * depth + 4)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_with_lean_gradients_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> None:
+    """Oracle: ZeRO §3.1 and §5: 16Ψ, 2Ψ + 14Ψ/N, 16Ψ/N; of the last, 2Ψ/N of bf16 parameters are not kept here.
+
+    To the byte where every rank holds as much (N = 1), else within 1 %, for slices end where they may.
+    """
+    depth = 6
+    psi = ROOT + depth * BLOCK
+    paper = {0: 16 * psi, 2: 2 * psi + 14 * psi / num_ranks, 3: 16 * psi / num_ranks}[stage]
+    if stage == 3:
+        paper -= 2 * psi / num_ranks
+    shards = 1 if stage == 0 else num_ranks
+    for got in run_ranks(num_ranks, _sizes, stage, depth, 2, "bf16-lean"):
+        held = got["held"]
+        assert held["gradients_sliced"] == pytest.approx(2 * psi / shards, rel=0.01)
+        assert _states(held, depth, shards) == pytest.approx(paper, rel=0 if shards == 1 else 0.01)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_with_lean_gradients_stage_1_is_the_papers_while_gradients_are_whole(num_ranks: int) -> None:
+    """Oracle: ZeRO §5, 4Ψ + 12Ψ/N, between two micro-batches of a step; kept gradients are padded as parameters are."""
+    depth = 6
+    psi = ROOT + depth * BLOCK
+    for got in run_ranks(num_ranks, _sizes, 1, depth, 2, "bf16-lean", 2):
+        between = got["before_last"]
+        assert between["gradients_whole"] == pytest.approx(2 * psi, rel=0.01)
+        assert between["gradients_sliced"] == 0
+        assert _states(between, depth, num_ranks) == pytest.approx(4 * psi + 12 * psi / num_ranks, rel=0.01)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -15,6 +15,7 @@ from onecopy.planner.shape import from_count, from_sizes
 from onecopy.planner.step import Schedule, Unit, held_between_steps
 from onecopy.planner.time import Link, all_reduce_seconds, gather_seconds, hiding_tokens, overlap, step_flops
 from onecopy.planner.traffic import step_elements
+from onecopy.sharding.precision import PIECE_NUMEL
 
 SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 
@@ -212,6 +213,8 @@ def test_buffers() -> None:
     assert [buffers.pinned_bytes(n) for n in (0, 1, 4096, 4097, 3e9)] == [0, 1, 4096, 8192, 2**32]
     assert buffers.optimizer_temporary_bytes(1000, "foreach") == 4000
     assert buffers.optimizer_temporary_bytes(1000, "fused") == 0
+    assert buffers.optimizer_temporary_bytes(1000, "fused", gradient_bytes=2) == 4000
+    assert buffers.optimizer_temporary_bytes(1e9, "fused", gradient_bytes=2) == 4 * PIECE_NUMEL
     assert buffers.staging_bytes(1 << 20, 2, 4) == 2 * 2 * (1 << 20)
     assert buffers.staging_bytes(1 << 30, 8, 4) == 2 * buffers.STAGING_BYTES
 

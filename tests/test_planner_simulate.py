@@ -71,10 +71,10 @@ def _run_in_child(function: Any, *args: Any) -> Any:
     return run_ranks(1, lambda rank: function(*args), group=False)[0]
 
 
-def _both(name: str, schedules: list[Schedule]) -> list[tuple[list[Unit], Simulated]]:
+def _both(name: str, schedules: list[Schedule], precision: str = "bf16") -> list[tuple[list[Unit], Simulated]]:
     build, batch = MODELS[name]
-    units = describe_units(build, batch)
-    return [(units, simulate(build, batch, schedule)) for schedule in schedules]
+    units = describe_units(build, batch, precision=precision)
+    return [(units, simulate(build, batch, schedule, precision=precision)) for schedule in schedules]
 
 
 def _check(found: Comparison, tolerance: float) -> None:
@@ -106,6 +106,17 @@ def test_formulas_agree_with_accumulation_and_hybrid_sharding() -> None:
         _check(tabulate(units, schedule, seen.peaks, seen.bytes_sent), 0.03)
 
 
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_formulas_agree_with_gradients_held_in_bf16(implementation: str) -> None:
+    widths = Widths.of("bf16-lean")
+    schedules = [
+        Schedule(stage, 8, micro_batches=g, widths=widths, implementation=implementation)
+        for stage, g in ((0, 1), (1, 3), (2, 3), (3, 1))
+    ]
+    for schedule, (units, seen) in zip(schedules, _run_in_child(_both, "gpt2", schedules, "bf16-lean"), strict=True):
+        _check(tabulate(units, schedule, seen.peaks, seen.bytes_sent), 0.03)
+
+
 def build_tiny() -> TinyGPT:
     return TinyGPT(vocab=512, dim=128, heads=4, layers=4, length=64)
 
@@ -132,7 +143,10 @@ def _real(rank: int, stage: int, micro_batches: int, precision: str) -> dict[str
 
 @pytest.mark.parametrize(
     "stage, ranks, micro_batches, precision",
-    [(0, 2, 1, "bf16"), (1, 2, 2, "bf16"), (1, 4, 1, "fp32"), (2, 3, 1, "bf16"), (3, 2, 2, "fp32"), (3, 4, 1, "bf16")],
+    [
+        *((0, 2, 1, "bf16"), (1, 2, 2, "bf16"), (1, 4, 1, "fp32"), (2, 3, 1, "bf16"), (3, 2, 2, "fp32")),
+        *((3, 4, 1, "bf16"), (0, 2, 1, "bf16-lean"), (1, 2, 2, "bf16-lean"), (2, 2, 2, "bf16-lean")),
+    ],
 )
 def test_formulas_agree_with_real_cpu_ranks_within_5_percent(
     stage: int, ranks: int, micro_batches: int, precision: str

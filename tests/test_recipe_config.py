@@ -79,7 +79,7 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, text: str, wrong: str, ne
         ({"parallel.stage": "4"}, ["parallel.stage", "must be 0", "found 4"]),
         ({"schedule.steps": "many"}, ["schedule.steps", "'many'"]),
         ({"schedule.steps": "0"}, ["schedule.steps", "greater than or equal to 1"]),
-        ({"parallel.precision": "fp8"}, ["parallel.precision", "'fp32' or 'bf16'", "'fp8'"]),
+        ({"parallel.precision": "fp8"}, ["parallel.precision", "'fp32', 'bf16' or 'bf16-lean'", "'fp8'"]),
         ({"optimizer.learning_rate": "nan"}, ["optimizer.learning_rate", "finite"]),
         ({"schedule.steps": "0", "model.heads": "-1"}, ["schedule.steps", "model.heads"]),
     ],

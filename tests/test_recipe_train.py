@@ -366,8 +366,13 @@ def test_defaults_of_the_twin_are_those_of_the_config() -> None:
     assert (config.schedule.final_fraction, config.data.validation_fraction) == (0.1, 0.05)
 
 
-@pytest.mark.parametrize("size, stage, accumulate", [(1, 1, 1), (2, 3, 1), (2, 1, 3), (3, 2, 2)])
-def test_planned_stands_beside_measured(tmp_path: Path, text: Path, size: int, stage: int, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    "size, stage, accumulate, precision",
+    [(1, 1, 1, "bf16"), (2, 3, 1, "bf16"), (2, 1, 3, "bf16-lean"), (3, 2, 2, "bf16"), (2, 2, 2, "bf16-lean")],
+)
+def test_planned_stands_beside_measured(
+    tmp_path: Path, text: Path, size: int, stage: int, accumulate: int, precision: str
+) -> None:
     """Oracles: the meter's categories within 5 % of the sum, the ledger's bytes exactly."""
     _, summary = run(
         tmp_path,
@@ -376,7 +381,7 @@ def test_planned_stands_beside_measured(tmp_path: Path, text: Path, size: int, s
         parallel__stage=stage,
         parallel__accumulate=accumulate,
         data__batch=size * accumulate * 2,
-        parallel__precision="bf16",
+        parallel__precision=precision,
     )
     planned, measured = summary["planned"]["memory"], summary["highest_memory"]
     for category in measured:

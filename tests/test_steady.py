@@ -57,7 +57,7 @@ def _counts() -> tuple[int, int, int]:
 
 @STAGES
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", [None, "bf16", "bf16-lean"])
 def test_training_steps_leave_nothing_behind(stage: int, accumulate: int, precision: str | None) -> None:
     """Peers leaked thousands of Python objects a step; here the count after step 3 is the count after step 13."""
 

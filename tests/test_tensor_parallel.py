@@ -194,7 +194,8 @@ def test_replicated_copies_and_frozen_weights_train_like_one_process() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_bf16_compute_over_fp32_masters(stage: int) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
+def test_bf16_compute_over_fp32_masters(precision: str, stage: int) -> None:
     """Oracle: the fp32 twin, to what bf16's 8 bits allow; every rank of the tensor axis has the same loss."""
 
     def twin(rank: int) -> list[float]:
@@ -202,7 +203,7 @@ def test_bf16_compute_over_fp32_masters(stage: int) -> None:
 
     def run(rank: int) -> list[float]:
         mesh = mesh_of()
-        model = onecopy.shard(parallelize(seeded(Gpt), mesh["tensor"], False), stage, mesh=mesh, precision="bf16")
+        model = onecopy.shard(parallelize(seeded(Gpt), mesh["tensor"], False), stage, mesh=mesh, precision=precision)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         batches = [part(batch, rank // 2, 2) for batch in token_batches(3)]
         return train(model, OPTIMIZERS["adamw"](model.parameters()), batches).losses

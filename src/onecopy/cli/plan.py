@@ -39,7 +39,7 @@ def plan(
     ] = None,
     stage: Annotated[int | None, _option("Only this stage.", "INT", _MODEL)] = None,
     checkpointing: Annotated[str | None, _option("Only off, units, P_a or P_a+cpu.", "TEXT", _MODEL)] = None,
-    precision: Annotated[str, _option("bf16, fp16 or fp32.", "TEXT", _MODEL)] = "bf16",
+    precision: Annotated[str, _option("bf16, bf16-lean, fp16 or fp32.", "TEXT", _MODEL)] = "bf16",
     optimizer: Annotated[str, _option("AdamW's implementation: foreach, fused, for-loop.", "TEXT", _MODEL)] = "foreach",
     gpus: Annotated[int | None, _option("On all nodes.", "INT", _MACHINE)] = None,
     nodes: Annotated[int, _option("Hosts.", "INT", _MACHINE)] = 1,

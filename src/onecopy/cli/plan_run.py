@@ -150,7 +150,7 @@ def _machine(request: Request, console: Console) -> Machine:
 
 def _job(request: Request, shape: Shape, machine: Machine, translation: Translation | None) -> tuple[Job, Wishes]:
     preset: Preset = _one_of("preset", request.preset, get_args(Preset))
-    precision = _one_of("precision", request.precision, ("bf16", "fp16", "fp32"))
+    precision = _one_of("precision", request.precision, ("bf16", "bf16-lean", "fp16", "fp32"))
     optimizer = _one_of("optimizer", request.optimizer, ("foreach", "fused", "for-loop"))
     checkpointing = request.checkpointing and _one_of("checkpointing", request.checkpointing, CHECKPOINTING)
     for name, value in (

@@ -213,7 +213,7 @@ _RULES: Final[dict[str, Rule]] = {
     "gradient_predivide_factor": "gradients are averaged with an fp32 sum, or by NCCL",
     "sparse_gradients": "sparse gradients are made dense",
     "communication_data_type": "gradients travel in the compute dtype; onecopy.Precision(reduce=) changes it",
-    "data_types.grad_accum_dtype": "gradients are summed in fp32; onecopy.Precision(accumulate=) changes it",
+    "data_types.grad_accum_dtype": 'gradients are summed in fp32; precision="bf16-lean" holds them in bf16',
     "aio": "nothing is read from or written to NVMe",
     **dict.fromkeys(
         (

@@ -15,6 +15,9 @@ ALLOCATOR_SLACK: Final = 0.06
 """Share of live bytes that a caching allocator holds beyond them: rounding and fragments. An assumption, within ZeRO's
 Table 2, where 18 % (stage 1) to 38 % (no sharding) of the bound were lost to everything that is not model states."""
 
+WIDENED_BYTES: Final = 4 * 2**20
+"""Bytes of a narrow gradient's elements that the optimizer's step widens at a time (`onecopy.sharding.narrow`)."""
+
 STAGING_BYTES: Final = 4 * 2**20
 """Most bytes of one staging buffer of the gloo transport (`onecopy.memory.staging`)."""
 
@@ -37,15 +40,20 @@ def pinned_bytes(nbytes: float) -> float:
     return float(size) if nbytes > 0 else 0.0
 
 
-def optimizer_temporary_bytes(slice_numel: float, implementation: str, *, master_bytes: float = 4) -> float:
+def optimizer_temporary_bytes(
+    slice_numel: float, implementation: str, *, master_bytes: float = 4, gradient_bytes: float = 4
+) -> float:
     """Bytes that an AdamW step allocates on top.
 
     Args:
         slice_numel: elements that this rank updates.
         implementation: torch's "foreach" takes the square root of all second moments at once, one more copy of the
             slices; "fused" none; "for-loop" one parameter at a time, which is not counted.
+        gradient_bytes: where less than ``master_bytes``, gradients are widened a piece at a time, before the root.
     """
-    return master_bytes * slice_numel if implementation == "foreach" else 0.0
+    root = master_bytes * slice_numel if implementation == "foreach" else 0.0
+    piece = min(WIDENED_BYTES, master_bytes * slice_numel) if gradient_bytes < master_bytes else 0.0
+    return max(root, piece)
 
 
 def staging_bytes(largest_bucket: int, shard: int, wire_bytes: float, limit: float = STAGING_BYTES) -> float:

@@ -38,7 +38,7 @@ class Job:
     Attributes:
         shape: the model.
         sequence: tokens in a sample; 1 for models without.
-        precision: "bf16", "fp16" or "fp32".
+        precision: "bf16", "bf16-lean", "fp16" or "fp32".
         implementation: of AdamW: "foreach", "fused" or "for-loop".
         tensor_parallel: ranks that share one model; for P_a.
     """

@@ -56,7 +56,7 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
         f"ranks = {machine.gpus}",
         f"accumulate = {option.accumulate}",
     ]
-    if job.precision in ("bf16", "fp32"):
+    if job.precision != "fp16":
         lines.append(f'precision = "{job.precision}"')
     if Stage.of(option.stage).shards_optimizer and option.replicate > 1:
         lines.append(f"replicate = {option.replicate}")

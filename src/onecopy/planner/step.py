@@ -72,8 +72,13 @@ class Widths:
 
     @staticmethod
     def of(precision: str) -> Widths:
-        """Those of "bf16", "fp16" or "fp32"."""
-        return Widths(4, 4) if precision == "fp32" else Widths()
+        """Those of "bf16", "bf16-lean", "fp16" or "fp32"."""
+        return {"fp32": Widths(4, 4), "bf16-lean": Widths(accumulate=2)}.get(precision, Widths())
+
+    @property
+    def gradient(self) -> int:
+        """Of what `p.grad` holds: masters that are narrower than sums take these in their own dtype."""
+        return min(self.accumulate, self.master)
 
 
 @dataclass(frozen=True)
@@ -196,12 +201,14 @@ def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Siz
     yield from _forward(held)
     yield from _backward(held)
     widths = plan.widths
-    temporaries = optimizer_temporary_bytes(held.total_own, plan.implementation, master_bytes=widths.master)
+    temporaries = optimizer_temporary_bytes(
+        held.total_own, plan.implementation, master_bytes=widths.master, gradient_bytes=widths.gradient
+    )
     yield (
         "step",
         held.sizes(
             parameters_gathered=held.gathered(()),
-            gradients_sliced=float(widths.master * held.total_own),
+            gradients_sliced=float(widths.gradient * held.total_own),
             optimizer_temporaries=temporaries,
         ),
     )
@@ -250,7 +257,7 @@ def _carried(held: _Held) -> tuple[float, float]:
     if plan.micro_batches == 1:
         return 0.0, 0.0
     if held.kind.shards_gradients:
-        return 0.0, float(plan.widths.master * held.total_own)
+        return 0.0, float(plan.widths.gradient * held.total_own)
     return float(plan.widths.accumulate * held.total), 0.0
 
 

@@ -19,7 +19,7 @@ from onecopy.recipes.config import Config
 from onecopy.recipes.metrics import Record
 from onecopy.recipes.world import World
 
-_ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2}
+_ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2, "bf16-lean": 2}
 
 
 @dataclass(frozen=True)

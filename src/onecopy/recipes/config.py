@@ -77,8 +77,10 @@ class Parallel(Section):
         "and what is built like it. They see the same data; ranks / tensor share the batch.",
     )
     accumulate: int = Field(default=1, ge=1, description="Micro-batches in a step.")
-    precision: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="Dtype of compute and of what is sent; the optimizer's parameters stay fp32."
+    precision: Literal["fp32", "bf16", "bf16-lean"] = Field(
+        default="fp32",
+        description="Dtype of compute and of what is sent; the optimizer's parameters stay fp32. Gradients are held "
+        "and summed in fp32 too, with 'bf16-lean' in bf16.",
     )
     prefetch: int = Field(default=1, ge=0, description="Units to gather ahead of the one that computes.")
     bucket_bytes: int = Field(

@@ -72,7 +72,8 @@ def shard(
         mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
             all ranks of the default process group. Without a process group there is one rank.
         units: scopes gathered as one: "auto", or modules, module classes and names.
-        precision: "fp32", "bf16", "fp16", a `Precision`, or None to keep every parameter's own dtype.
+        precision: "fp32", "bf16", "bf16-lean" (which holds gradients in bf16 too), "fp16", a `Precision`, or None to
+            keep every parameter's own dtype.
         accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
         prefetch: units to gather ahead of the one that computes.
         optimizer: one made before, to be changed in place to the sliced parameters, its states too.

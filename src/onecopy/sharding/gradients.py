@@ -30,6 +30,7 @@ from onecopy.errors import UsageError
 from onecopy.sharding.arrived import ArrivedGradients
 from onecopy.sharding.bucket import Bucket, Entry
 from onecopy.sharding.flat import FlatBuffer
+from onecopy.sharding.narrow import gradient_slice
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor, memory_order
 
@@ -195,7 +196,7 @@ class Gradients:
         assert self._reduced is not None
         reduced, self._reduced = self._reduced, None
         dtypes = self._bucket.dtypes
-        if dtypes.accumulate != dtypes.master:
+        if dtypes.sums_wider:
             if self._kept_slice is not None:
                 reduced.add_(self._kept_slice)
             self._kept_slice = None if last else reduced
@@ -205,7 +206,7 @@ class Gradients:
                 gradient.show_pending()
             elif use:
                 local = self._bucket.local(reduced, position)
-                if gradient.install(SlicedTensor(local, gradient.sliced.slicing)):
+                if gradient.install(gradient_slice(local, gradient.sliced.slicing, dtypes.master)):
                     self._bucket.meter.add("gradients_sliced", -local.nbytes)
 
     @property

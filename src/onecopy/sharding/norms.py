@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.mesh import Axis
+from onecopy.sharding.precision import PIECE_NUMEL
 
 aten = torch.ops.aten
 
@@ -116,9 +117,17 @@ def partial_norm(local: Tensor, spread: Spread, order: float, dtype: torch.dtype
     if local.numel() == 0:
         powers = torch.zeros((), dtype=torch.float64, device=local.device)
     else:
-        norm = torch.linalg.vector_norm(local, order, dtype=torch.promote_types(dtype, torch.float32)).double()
-        powers = norm if math.isinf(order) else norm.pow(order)
+        powers = _powers(local, order, torch.promote_types(dtype, torch.float32))
     return PartialNorm(powers, order, (spread,), dtype)
+
+
+def _powers(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
+    if local.dtype != dtype and local.numel() > PIECE_NUMEL:
+        # On CPU torch widens all it is given before it sums.
+        pieces = torch.stack([_powers(piece, order, dtype) for piece in local.split(PIECE_NUMEL)])
+        return pieces.amax() if math.isinf(order) else pieces.sum()
+    norm: Tensor = torch.linalg.vector_norm(local, order, dtype=dtype).double()
+    return norm if math.isinf(order) else norm.pow(order)
 
 
 def _stacked(norms: Sequence[PartialNorm]) -> PartialNorm:

@@ -30,7 +30,7 @@ def _find_rule(func: Any) -> Rule:
     if name.startswith("_foreach_norm"):
         return _foreach_norm
     if (torch.Tag.pointwise in func.tags and name not in _COMPARISONS) or name in _ELEMENTWISE:
-        return _in_place if _written(func) else _elementwise
+        return _in_place if written(func) else _elementwise
     return _needs_whole
 
 
@@ -68,7 +68,7 @@ class _InPlaceLists:
     """`_foreach_*_` and `_fused_*_`: unwrap flat lists, call once, mark what was written."""
 
     def __init__(self, func: Any) -> None:
-        self._writes = _written(func)
+        self._writes = written(func)
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
@@ -203,7 +203,8 @@ def _first_sliced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTensor
     raise AssertionError("dispatched without a SlicedTensor")
 
 
-def _written(func: Any) -> tuple[int, ...]:
+def written(func: Any) -> tuple[int, ...]:
+    """Positions of the arguments that the operation writes to."""
     return tuple(
         position
         for position, argument in enumerate(func._schema.arguments)

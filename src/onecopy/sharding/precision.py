@@ -9,6 +9,9 @@ import torch
 
 from onecopy.errors import SettingsError
 
+PIECE_NUMEL: Final = 2**20
+"""Elements that are widened at a time where something narrow is computed with: 4 MiB in fp32, whatever the model."""
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -18,7 +21,9 @@ class Precision:
         compute: of whole parameters in forward and backward, and of floating-point inputs of the model. None: each
             parameter's own.
         reduce: of gradients on the wire. None: the compute dtype. Sums over ranks are taken in fp32 or wider on gloo.
-        accumulate: of gradients summed over micro-batches. None: fp32, or the master dtype where that is wider.
+        accumulate: of gradients, kept and summed over micro-batches. None: fp32, or the master dtype where that is
+            wider. A narrower one (bf16 over fp32 masters) halves what gradients take, as ZeRO §3.1 counts them, and
+            rounds: the mean over ranks once, and every sum over micro-batches. `p.grad` still shows the master dtype.
         master: of the slices that the optimizer updates. None: fp32 under a ``compute`` of half width, else each
             parameter's own. Frozen parameters keep their own.
     """
@@ -36,7 +41,7 @@ class Precision:
 
     @staticmethod
     def of(precision: Precision | str | None) -> Precision:
-        """The precision of that short name: "fp32", "bf16" or "fp16"; None keeps every parameter's own dtype.
+        """The precision of that short name: "fp32", "bf16", "bf16-lean" or "fp16"; None keeps each parameter's dtype.
 
         Raises:
             SettingsError: for another name.
@@ -73,9 +78,15 @@ class Dtypes:
     accumulate: torch.dtype
     master: torch.dtype
 
+    @property
+    def sums_wider(self) -> bool:
+        """Whether gradients are summed over micro-batches in more than the master dtype, which they become at last."""
+        return torch.promote_types(self.accumulate, self.master) != self.master
+
 
 _NAMED: Final = {
     "fp32": Precision(compute=torch.float32, master=torch.float32),
     "bf16": Precision(compute=torch.bfloat16, master=torch.float32),
+    "bf16-lean": Precision(compute=torch.bfloat16, accumulate=torch.bfloat16, master=torch.float32),
     "fp16": Precision(compute=torch.float16, master=torch.float32),
 }

@@ -97,7 +97,7 @@ class SlicedTensor(torch.Tensor):
     operation raises `NeedsWholeError`, which names the parameter: use `onecopy.gathered` there.
 
     Attributes:
-        local: this rank's elements, 1-D, plain tensor; may be empty.
+        local: this rank's elements, 1-D, plain tensor; may be empty. Of the tensor's dtype (but see `narrow.py`).
         slicing: which elements these are.
     """
 
@@ -117,12 +117,13 @@ class SlicedTensor(torch.Tensor):
         *,
         on_write: Callable[[], None] | None = None,
         requires_grad: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> SlicedTensor:
         tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             slicing.shape,
             strides=slicing.strides,
-            dtype=local.dtype,
+            dtype=dtype or local.dtype,
             device=local.device,
             requires_grad=requires_grad,
         )
