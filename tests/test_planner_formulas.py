@@ -179,6 +179,7 @@ def test_tensor_parallel_traffic_grows_by_less_than_a_tenth_with_partitioning() 
     split = activations.block_parallel_elements(2, 1024, 4096, partitioned=True)
     assert plain == 12 * 2 * 1024 * 4096
     assert split / plain - 1 == pytest.approx(0.083, abs=0.001)
+    assert activations.block_parallel_elements(2, 1024, 4096, recompute=False) == 8 * 2 * 1024 * 4096
 
 
 @pytest.mark.parametrize(
@@ -335,7 +336,8 @@ def test_links_of_a_machine() -> None:
 
 
 def test_formulas_import_no_torch() -> None:
-    names = "traffic memory activations buffers time offload recovery step shape estimate advice sweep redundancy"
+    names = "traffic memory activations buffers time offload recovery step shape tensor estimate advice sweep "
+    names += "redundancy zero_r"
     imports = ", ".join(f"onecopy.planner.{name}" for name in names.split())
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,6 +19,7 @@ from onecopy.planner.activations import HIDDEN_COPIES
 from onecopy.planner.quantities import count, parse_count
 from onecopy.planner.shape import Shape, Transformer, from_count
 from onecopy.planner.step import Unit
+from onecopy.planner.tensor import KNOWN
 
 
 def describe(model: str, *, sequence: int | None = None) -> Shape:
@@ -108,6 +109,8 @@ def transformer_of(config: Mapping[str, Any]) -> Transformer | None:
         first("vocab_size") or 0,
         copies,
         first("max_position_embeddings", "n_positions"),
+        first("num_key_value_heads"),
+        family in KNOWN,
     )
 
 

@@ -47,6 +47,7 @@ class Unit:
         numels: elements of each parameter.
         activations: bytes that its forward keeps for backward, of one micro-batch.
         working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
+        inputs: bytes that a checkpoint around it keeps, of one micro-batch; None where there is never one.
         logits: of the root, bytes kept after its last inner unit: the head's and the loss's, gone first in backward.
     """
 
@@ -54,6 +55,7 @@ class Unit:
     numels: tuple[int, ...]
     activations: float = 0.0
     working: float = 0.0
+    inputs: float | None = None
     logits: float = 0.0
 
     @property
@@ -222,8 +224,9 @@ class _Nesting:
     finished: list[int]
 
     @staticmethod
-    def of(units: Sequence[Unit]) -> _Nesting:
-        names = [unit.name for unit in units]
+    @lru_cache(maxsize=16)
+    def of(names: tuple[str, ...]) -> _Nesting:
+        """That of units of these names."""
         around: list[list[int]] = []
         inside: dict[int, list[int]] = {}
         for i, name in enumerate(names):
@@ -256,7 +259,7 @@ def _carried(held: _Held) -> tuple[float, float]:
 
 def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
     units, prefetch = held.units, held.plan.prefetch
-    nesting = _Nesting.of(units)
+    nesting = _Nesting.of(tuple(unit.name for unit in units))
     whole, sliced = _carried(held)
     common = {"gradients_whole": whole, "gradients_sliced": sliced}
     kept = 0.0
@@ -272,7 +275,7 @@ def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
 def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
     """Unit by unit: its gradients arrive; then they lie in the buffer that is sent, beside the one before."""
     units, widths, prefetch = held.units, held.plan.widths, held.plan.prefetch
-    nesting = _Nesting.of(units)
+    nesting = _Nesting.of(tuple(unit.name for unit in units))
     whole, sliced = _carried(held)
     kept = sum(unit.activations for unit in units)
     order = nesting.backward
