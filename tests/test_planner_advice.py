@@ -182,7 +182,8 @@ def test_activations_over_four_tensor_ranks(checkpointing: Any, kept: float, sen
     hidden_state = 2 * 256 * 512 * 2
     found = estimate(job, EIGHT, Option(2, 2, 3, checkpointing, "none", 2, tensor=4))
     working = 0 if checkpointing == "off" else 17 * (10 + 24 / 4) / 34
-    assert found.peaks["forward"]["activations"] == pytest.approx((6 * kept + working) * hidden_state, rel=0.001)
+    seen = found.peaks["forward"]["activations"] + found.peaks["forward"]["checkpoints"]
+    assert seen == pytest.approx((6 * kept + working) * hidden_state, rel=0.001)
     assert found.activations_sent == pytest.approx(3 * 6 * sent * hidden_state * 3 / 4)
     plain = estimate(job, EIGHT, Option(2, 2, 3, "off", "none", 2, tensor=4))
     # A node's eight processes each keep theirs, in page-locked pieces of a power of two.

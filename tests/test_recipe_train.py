@@ -385,6 +385,46 @@ def test_planned_stands_beside_measured(tmp_path: Path, text: Path, size: int, s
     assert summary["planned"]["bytes_sent"] == pytest.approx(summary["bytes_sent_per_step"]["total"]["measured"])
 
 
+@pytest.mark.parametrize(
+    "size, tensor, stage, settings",
+    [
+        (1, 1, 3, {}),
+        (1, 1, 0, {"keep_on": "cpu"}),
+        (2, 2, 3, {}),
+        (2, 2, 2, {"keep_on": "cpu"}),
+        (2, 2, 1, {"partition": False}),
+        (4, 2, 3, {}),
+    ],
+)
+def test_planned_activations_stand_beside_measured(
+    tmp_path: Path, text: Path, size: int, tensor: int, stage: int, settings: dict[str, Any]
+) -> None:
+    """Oracles: the meter's categories within 5 %, and b·s·h·L of 4 bytes, ÷ M (ZeRO §6.1). Gradients and buffers are
+    held in the test above."""
+    _, summary = run(
+        tmp_path,
+        size,
+        data__train=[str(text)],
+        parallel__stage=stage,
+        parallel__tensor=tensor,
+        activations__recompute=True,
+        **{f"activations__{name}": value for name, value in settings.items()},
+        schedule__steps=4,
+        evaluation__evaluate_every=0,
+    )
+    planned, measured = summary["planned"]["memory"], summary["highest_memory"]
+    for category in ("parameters_sliced", "optimizer", "activations"):
+        assert planned[category] == pytest.approx(measured[category], rel=0.05), category
+    inputs = 12 * tensor // size * 16 * 24 * 2 * 4
+    kept = inputs // (tensor if settings.get("partition", True) else 1)
+    on_host = settings.get("keep_on") == "cpu"
+    assert summary["planned"]["off_device"] == summary["highest_off_device"] == {"checkpoints": kept * on_host}
+    assert planned["checkpoints"] == measured["checkpoints"] == kept * (not on_host)
+    sent = inputs * (tensor - 1) // tensor if settings.get("partition", True) else 0
+    assert summary["planned"]["activations_sent"] == summary["activations_sent_per_step"] == sent
+    assert summary["planned"]["bytes_sent"] == pytest.approx(summary["bytes_sent_per_step"]["total"]["measured"])
+
+
 def test_every_figure_is_documented_and_sums_up(text: Path, tmp_path: Path) -> None:
     """Oracles: the table of docs/train.md; a step's bytes are those of its operations."""
     records, _ = run(tmp_path, 2, data__train=[str(text)], schedule__steps=5)

@@ -73,8 +73,12 @@ def copies_bytes(
     Args:
         tensor_parallel: t, which divides all but `WHOLE_SHARE` of them.
     """
-    share = WHOLE_SHARE + (1 - WHOLE_SHARE) / tensor_parallel
-    return copies * micro_batch * sequence * hidden * element_bytes * share
+    return copies * micro_batch * sequence * hidden * element_bytes * share_of_layer(tensor_parallel)
+
+
+def share_of_layer(tensor_parallel: int) -> float:
+    """The share of what a layer keeps that each of t tensor-parallel ranks keeps: (10 + 24/t) / 34."""
+    return WHOLE_SHARE + (1 - WHOLE_SHARE) / tensor_parallel
 
 
 def checkpoint_bytes(

@@ -180,7 +180,7 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
     peaks |= step_bytes(units, schedule)
     peaks["save"] = _save(units, schedule, peaks["step"])
     peaks = {phase: _with_overheads(_offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
-    seconds, sent = _seconds(job, machine, option, schedule, units)
+    seconds, sent = step_seconds(job, machine, option, schedule, units)
     samples = machine.gpus // option.tensor * option.micro_batch * option.accumulate
     return Estimate(
         option,
@@ -288,9 +288,14 @@ def _slices(option: Option) -> int:
     return option.shard if Stage.of(option.stage).shards_optimizer else 1
 
 
-def _seconds(
+def step_seconds(
     job: Job, machine: Machine, option: Option, schedule: Schedule, units: list[Unit]
 ) -> tuple[StepSeconds, float]:
+    """Seconds of a step, and bytes of model states that a rank sends in it.
+
+    Args:
+        units: as one rank holds them (`local_units`).
+    """
     tokens = option.micro_batch * option.accumulate * job.sequence
     sizes = job.shape.transformer
     recompute = option.checkpointing != "off"

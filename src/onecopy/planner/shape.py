@@ -110,7 +110,7 @@ def checkpointed(unit: Unit, checkpointing: Checkpointing, tensor: int = 1) -> U
     if checkpointing == "off" or unit.inputs is None:
         return unit
     kept = 0.0 if checkpointing.endswith("+cpu") else kept_bytes(unit, checkpointing, tensor)
-    return replace(unit, activations=kept, working=unit.activations)
+    return replace(unit, activations=0.0, checkpoint=kept, working=unit.activations)
 
 
 def kept_bytes(unit: Unit, checkpointing: Checkpointing, tensor: int) -> float:

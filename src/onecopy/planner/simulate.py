@@ -129,7 +129,16 @@ def describe_units(
                 output = loss_of(call(model, inputs))
             del output
     names = ["", *(name for name in seen.order if name), *(name for name in numels if name and name not in seen.order)]
-    return [Unit(name, numels.get(name, ()), seen.kept(name), logits=0 if name else seen.tail) for name in names]
+    return [
+        Unit(
+            name,
+            numels.get(name, ()),
+            seen.kept(name),
+            inputs=seen.inputs.get(name),
+            logits=0 if name else seen.tail,
+        )
+        for name in names
+    ]
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -167,27 +176,36 @@ class _SavedByUnit:
     Attributes:
         order: of the units' forwards.
         tail: bytes that the root saved after the last inner unit.
+        inputs: for each unit that `onecopy.Activations` would checkpoint, bytes of the arguments that it would keep.
     """
 
     def __init__(self) -> None:
         self.tail = 0.0
         self._nbytes: dict[str, float] = {}
         self.order: list[str] = []
+        self.inputs: dict[str, float] = {}
         self._whole: set[StorageWeakRef] = set()
         self._seen: dict[StorageWeakRef, Tensor] = {}
         self._inside = [""]
 
     def watch(self, model: nn.Module, units: Sequence[str]) -> None:
         self._whole = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
-        for name in filter(None, units):
-            model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-            model.get_submodule(name).register_forward_hook(lambda *_: self._leave())
+        for name, module in ((name, model.get_submodule(name)) for name in filter(None, units)):
+            if next(module.children(), None) is not None and not any(name.startswith(f"{n}.") for n in self.inputs):
+                self.inputs[name] = 0.0
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: self._enter(name, [*args, *kwargs.values()]), with_kwargs=True
+            )
+            module.register_forward_hook(lambda *_: self._leave())
 
     def kept(self, name: str) -> float:
         """Bytes of a unit; of the root, those before its last inner unit."""
         return self._nbytes.get(name, 0.0)
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, arguments: list[Any]) -> None:
+        if name in self.inputs:
+            kept = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+            self.inputs[name] += sum(tensor.numel() * tensor.element_size() for tensor in kept)
         self._nbytes[""] = self._nbytes.get("", 0.0) + self.tail
         self.tail = 0.0
         self._inside.append(name)

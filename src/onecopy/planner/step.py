@@ -31,6 +31,7 @@ CATEGORIES: Final = (
     "gradients_sliced",
     "optimizer",
     "activations",
+    "checkpoints",
     "communication",
     "logits",
     "optimizer_temporaries",
@@ -46,14 +47,16 @@ class Unit:
         name: "" is the root, whose forward contains all others.
         numels: elements of each parameter.
         activations: bytes that its forward keeps for backward, of one micro-batch.
+        checkpoint: bytes of its inputs that a checkpoint around it keeps on the device, likewise.
         working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
-        inputs: bytes that a checkpoint around it keeps, of one micro-batch; None where there is never one.
+        inputs: bytes of its inputs, of which a checkpoint would keep all or a part; None where there is never one.
         logits: of the root, bytes kept after its last inner unit: the head's and the loss's, gone first in backward.
     """
 
     name: str
     numels: tuple[int, ...]
     activations: float = 0.0
+    checkpoint: float = 0.0
     working: float = 0.0
     inputs: float | None = None
     logits: float = 0.0
@@ -262,10 +265,12 @@ def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
     nesting = _Nesting.of(tuple(unit.name for unit in units))
     whole, sliced = _carried(held)
     common = {"gradients_whole": whole, "gradients_sliced": sliced}
-    kept = 0.0
+    kept = checkpoints = 0.0
     for i, unit in enumerate(units):
         kept += unit.activations
+        checkpoints += unit.checkpoint
         gathered = held.gathered([*nesting.around[i], *range(i + 1, min(i + 1 + prefetch, len(units)))])
+        common["checkpoints"] = checkpoints
         yield "forward", held.sizes(parameters_gathered=gathered, activations=kept + unit.working, **common)
     gathered = held.gathered([i for i, unit in enumerate(units) if unit.name == ""])
     logits = sum(unit.logits for unit in units)
@@ -278,6 +283,7 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
     nesting = _Nesting.of(tuple(unit.name for unit in units))
     whole, sliced = _carried(held)
     kept = sum(unit.activations for unit in units)
+    checkpoints = sum(unit.checkpoint for unit in units)
     order = nesting.backward
     yield (
         "backward",
@@ -286,6 +292,7 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
             gradients_whole=whole,
             gradients_sliced=sliced,
             activations=kept,
+            checkpoints=checkpoints,
             logits=sum(unit.logits for unit in units),
         ),
     )
@@ -299,7 +306,10 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
         arrived = float(widths.compute * unit.parameters)
         sent = held.wire * sum(held.padded[k] for k in outgoing[-2:])
         # What the unit kept goes while its gradients come: the highest moment is either end.
-        for gradients, activations in ((0.0, kept + unit.working), (arrived, kept - unit.activations)):
+        for gradients, activations, left in (
+            (0.0, kept + unit.working, checkpoints),
+            (arrived, kept - unit.activations, checkpoints - unit.checkpoint),
+        ):
             yield (
                 "backward",
                 held.sizes(
@@ -307,9 +317,11 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
                     gradients_whole=whole + gradients + sent,
                     gradients_sliced=sliced,
                     activations=activations,
+                    checkpoints=left,
                 ),
             )
         kept -= unit.activations
+        checkpoints -= unit.checkpoint
         if len(outgoing) > 1:
             sliced = _reduced(held, outgoing[-2], sliced)
         if whole:
@@ -325,6 +337,7 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
                 gradients_whole=whole + arrived + sent,
                 gradients_sliced=sliced,
                 activations=kept,
+                checkpoints=checkpoints,
             ),
         )
         if held.alone:
