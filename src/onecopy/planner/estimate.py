@@ -13,7 +13,7 @@ from onecopy.planner.machine import Machine
 from onecopy.planner.offload import cpu_step_seconds
 from onecopy.planner.quantities import gigabytes
 from onecopy.planner.shape import Checkpointing, Shape, kept_bytes
-from onecopy.planner.step import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, layout, step_bytes
+from onecopy.planner.step import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels, step_bytes
 from onecopy.planner.tensor import cut
 from onecopy.planner.time import StepSeconds, all_reduce_seconds, gather_seconds, overlap, step_flops
 from onecopy.planner.traffic import step_elements
@@ -233,18 +233,18 @@ def _load(shape: Shape, units: list[Unit], schedule: Schedule) -> Sizes:
     Of a model that is cut over tensor ranks, the whole of it before that, where that is more.
     """
     master = schedule.widths.master
-    layouts = [layout(unit, schedule) for unit in units if unit.numels]
+    padded = [sum(padded_numels(unit, schedule)) for unit in units]
     sizes = dict.fromkeys(CATEGORIES, 0.0)
-    sizes["parameters_sliced"] = float(master * sum(one.slice_numel for one in layouts))
-    sizes["parameters_gathered"] = float(master * max(one.padded_numel for one in layouts))
-    sizes["other"] = float(master * sum(unit.parameters for unit in units))
+    sizes["parameters_sliced"] = float(master * sum(padded) / schedule.slices)
+    sizes["parameters_gathered"] = float(master * max(padded))
+    sizes["other"] = float(master * sum(unit.all_parameters for unit in units))
     whole = float(master * shape.parameters)
     return sizes if sum(sizes.values()) >= whole else dict.fromkeys(CATEGORIES, 0.0) | {"other": whole}
 
 
 def _save(units: list[Unit], schedule: Schedule, step: Sizes) -> Sizes:
     """Whole parameters in the master dtype inside of `onecopy.gathered`, on every rank."""
-    whole = sum(layout(unit, schedule).padded_numel for unit in units if unit.numels)
+    whole = sum(sum(padded_numels(unit, schedule)) for unit in units)
     sizes = {**step, "optimizer_temporaries": 0.0, "gradients_sliced": 0.0}
     sizes["other"] = float(schedule.widths.master * whole)
     return sizes
@@ -299,9 +299,9 @@ def step_seconds(
     tokens = option.micro_batch * option.accumulate * job.sequence
     sizes = job.shape.transformer
     recompute = option.checkpointing != "off"
-    # What tensor parallelism leaves whole, every rank computes for itself.
+    # What tensor parallelism leaves whole, every rank computes for itself. Frozen weights have no gradient to compute.
     operations = step_flops(
-        sum(unit.parameters for unit in units),
+        sum(unit.parameters + 2 / 3 * sum(unit.frozen) for unit in units),
         tokens,
         recompute=recompute,
         layers=sizes.layers if sizes else 0,
@@ -311,12 +311,14 @@ def step_seconds(
     # A 32-bit product takes twice the time of a 16-bit one at the least.
     compute = operations / machine.flops(sizes.hidden if sizes else None) * (2 if job.precision == "fp32" else 1)
     widths = job.widths
-    padded = [layout(unit, schedule).padded_numel for unit in units if unit.numels]
+    padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
+    trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
+    again = Stage.of(option.stage).shards_parameters
     copies = machine.gpus // option.tensor
     shard, replicate = (option.shard, option.replicate) if _slices(option) > 1 else (copies, 1)
     found = overlap(
         option.stage,
-        [(widths.compute * numel, widths.reduce * numel) for numel in padded],
+        [(widths.compute * (numel + (fixed if again else 0)), widths.reduce * numel) for numel, fixed in padded],
         compute,
         shard=shard,
         replicate=replicate,
@@ -326,9 +328,9 @@ def step_seconds(
         recompute=recompute,
         hidden_share=HIDDEN_SHARE,
     )
-    elements = step_elements(option.stage, sum(padded), option.shard, option.accumulate, option.replicate)
+    elements = step_elements(option.stage, trained, option.shard, option.accumulate, option.replicate, frozen)
     sent = elements.all_gather * widths.compute + (elements.reduce_scatter + elements.all_reduce) * widths.reduce
-    own = sum(padded) / _slices(option)
+    own = trained / _slices(option)
     update, transfer = _update_seconds(job, machine, option, own, compute)
     transfer += _fetch_seconds(machine, option, units, compute)
     tensor = _tensor_seconds(job, machine, option)

@@ -58,8 +58,8 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Ψ."""
-        return sum(unit.parameters for unit in self.units)
+        """Ψ, frozen ones included."""
+        return sum(unit.all_parameters for unit in self.units)
 
     def with_activations(
         self,
@@ -175,4 +175,4 @@ def from_count(parameters: float, name: str | None = None) -> Shape:
 
 def largest(units: Sequence[Unit]) -> int:
     """Parameters of the largest unit."""
-    return max((unit.parameters for unit in units), default=0)
+    return max((unit.all_parameters for unit in units), default=0)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import onecopy
-from onecopy.errors import SettingsError
 from onecopy.memory.meter import Meter
 from onecopy.planner.fake import fake_ranks, fake_tensors
 from onecopy.planner.step import Schedule, Sizes, Unit
@@ -107,18 +106,19 @@ def describe_units(
         batch: makes one micro-batch; None leaves activations at 0 and the order that of `model.named_modules()`.
         units: as `onecopy.shard` takes it.
         precision: likewise.
-
-    Raises:
-        SettingsError: if the model has frozen parameters, which the formulas do not know.
     """
     with fake_tensors():
         model = build()
-        if frozen := [name for name, p in model.named_parameters() if not p.requires_grad]:
-            raise SettingsError(
-                f"the planner does not know frozen parameters yet; found {len(frozen)}, the first is {frozen[0]!r}"
-            )
-        found = find_parameters(model, find_scopes(model, units))
-        numels = {name: tuple(item.parameter.numel() for item in items) for name, items in found.items()}
+        found = {
+            name: [item.parameter for item in items]
+            for name, items in find_parameters(model, find_scopes(model, units)).items()
+        }
+        numels = {name: tuple(p.numel() for p in items if p.requires_grad) for name, items in found.items()}
+        frozen = {name: tuple(p.numel() for p in items if not p.requires_grad) for name, items in found.items()}
+        widths = {
+            name: max((p.element_size() for p in items if not p.requires_grad), default=4)
+            for name, items in found.items()
+        }
         seen = _SavedByUnit()
         if batch is not None:
             dtype = Precision.of(precision).compute
@@ -136,6 +136,8 @@ def describe_units(
             seen.kept(name),
             inputs=seen.inputs.get(name),
             logits=0 if name else seen.tail,
+            frozen=frozen.get(name, ()),
+            frozen_width=widths.get(name, 4),
         )
         for name in names
     ]
@@ -166,7 +168,7 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and dtype is not None and parameter.is_floating_point():
                 if parameter not in made:
-                    made[parameter] = nn.Parameter(parameter.detach().to(dtype))
+                    made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = made[parameter]
 
 

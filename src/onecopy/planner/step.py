@@ -45,7 +45,9 @@ class Unit:
 
     Attributes:
         name: "" is the root, whose forward contains all others.
-        numels: elements of each parameter.
+        numels: elements of each parameter that is trained.
+        frozen: of each that is not: it has no gradients and no optimizer states, and a bucket of its own.
+        frozen_width: bytes of an element of the latter's slices, which keep the dtype that they were built in.
         activations: bytes that its forward keeps for backward, of one micro-batch.
         checkpoint: bytes of its inputs that a checkpoint around it keeps on the device, likewise.
         working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
@@ -60,10 +62,17 @@ class Unit:
     working: float = 0.0
     inputs: float | None = None
     logits: float = 0.0
+    frozen: tuple[int, ...] = ()
+    frozen_width: int = 4
 
     @property
     def parameters(self) -> int:
+        """Those that are trained."""
         return sum(self.numels)
+
+    @property
+    def all_parameters(self) -> int:
+        return sum(self.numels) + sum(self.frozen)
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,19 @@ def layout(unit: Unit, plan: Schedule) -> Layout:
     return _layout(unit.numels, plan.slices, ALIGNMENT * plan.copies)
 
 
+def frozen_layout(unit: Unit, plan: Schedule) -> Layout:
+    """How the unit's frozen parameters lie."""
+    return _layout(unit.frozen, plan.slices, ALIGNMENT * plan.copies)
+
+
+def padded_numels(unit: Unit, plan: Schedule) -> tuple[int, int]:
+    """Elements of the flat buffers of what is trained in the unit and of what is frozen, padding included."""
+    return (
+        layout(unit, plan).padded_numel if unit.numels else 0,
+        frozen_layout(unit, plan).padded_numel if unit.frozen else 0,
+    )
+
+
 # Blocks are alike: one layout serves them all, over all options of a search.
 _layout = lru_cache(maxsize=4096)(Layout)
 
@@ -142,7 +164,7 @@ def step_bytes(units: Sequence[Unit], plan: Schedule) -> dict[Phase, Sizes]:
         SettingsError: if there is no such stage.
     """
     highest: dict[Phase, Sizes] = {}
-    for phase, sizes in _moments([unit for unit in units if unit.numels], plan):
+    for phase, sizes in _moments([unit for unit in units if unit.all_parameters], plan):
         if phase not in highest or sum(sizes.values()) > sum(highest[phase].values()):
             highest[phase] = sizes
     return highest
@@ -150,7 +172,7 @@ def step_bytes(units: Sequence[Unit], plan: Schedule) -> dict[Phase, Sizes]:
 
 def held_between_steps(units: Sequence[Unit], plan: Schedule) -> Sizes:
     """Bytes by category when the optimizer has just stepped and gradients are still there."""
-    moments = [sizes for phase, sizes in _moments([u for u in units if u.numels], plan) if phase == "step"]
+    moments = [sizes for phase, sizes in _moments([u for u in units if u.all_parameters], plan) if phase == "step"]
     return {**moments[-1], "optimizer_temporaries": 0.0}
 
 
@@ -162,20 +184,27 @@ class _Held:
         self.plan = plan
         self.kind = Stage.of(plan.stage)
         self.layouts = [layout(unit, plan) for unit in units]
-        self.padded = [one.padded_numel for one in self.layouts]
-        self.slices = [one.slice_numel for one in self.layouts]
+        self.padded = [padded_numels(unit, plan)[0] for unit in units]
+        self.frozen = [padded_numels(unit, plan)[1] for unit in units]
+        self.slices = [numel // plan.slices for numel in self.padded]
         self.own = [_own_numel(one.numels, one.num_slices, one.multiple) for one in self.layouts]
         self.aliased = plan.slices == 1 and plan.widths.compute == plan.widths.master
         self.alone = plan.slices * plan.copies == 1
         self.wire = plan.widths.accumulate if self.alone else plan.widths.reduce
         self.total = sum(self.padded)
+        # A bucket that is neither cut nor cast is its own whole.
+        self.frozen_whole = [
+            0 if plan.slices == 1 and plan.widths.compute == unit.frozen_width else numel
+            for unit, numel in zip(units, self.frozen, strict=True)
+        ]
         self.total_own = sum(self.own)
         self._base = self._constant()
 
     def _constant(self) -> Sizes:
         widths, plan = self.plan.widths, self.plan
         base: Sizes = dict.fromkeys(CATEGORIES, 0.0)
-        base["parameters_sliced"] = float(widths.master * sum(self.slices))
+        frozen = sum(u.frozen_width * numel for u, numel in zip(self.units, self.frozen, strict=True)) / plan.slices
+        base["parameters_sliced"] = widths.master * sum(self.slices) + frozen
         if plan.optimizer_tensors:
             counters = 4.0 * sum(len(unit.numels) for unit in self.units)
             base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
@@ -190,10 +219,11 @@ class _Held:
 
     def gathered(self, present: Sequence[int]) -> float:
         """Bytes of whole parameters while the units ``present`` are needed."""
-        if self.aliased:
-            return 0.0
-        numel = sum(self.padded[i] for i in set(present)) if self.kind.shards_parameters else self.total
-        return float(self.plan.widths.compute * numel)
+        if self.kind.shards_parameters:
+            trained, frozen = (sum(numels[i] for i in set(present)) for numels in (self.padded, self.frozen_whole))
+        else:
+            trained, frozen = self.total, sum(self.frozen_whole)
+        return float(self.plan.widths.compute * ((0 if self.aliased else trained) + frozen))
 
 
 def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Sizes]]:

@@ -75,7 +75,12 @@ def cut(units: list[Unit], hidden: int, tensor: int) -> list[Unit]:
     Of a block every parameter of more than ``hidden`` elements is cut; norms and the biases of what is summed over
     ranks stay whole.
     """
-    return [replace(unit, numels=_cut(unit.numels, hidden, tensor)) if is_block(unit) else unit for unit in units]
+    return [
+        replace(unit, numels=_cut(unit.numels, hidden, tensor), frozen=_cut(unit.frozen, hidden, tensor))
+        if is_block(unit)
+        else unit
+        for unit in units
+    ]
 
 
 def _cut(numels: tuple[int, ...], hidden: int, tensor: int) -> tuple[int, ...]:

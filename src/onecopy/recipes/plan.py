@@ -16,7 +16,7 @@ from onecopy.planner.estimate import Job, Option, step_seconds
 from onecopy.planner.machine import GPUS, Machine
 from onecopy.planner.shape import Checkpointing, Shape, Transformer, checkpointed, is_block, kept_bytes
 from onecopy.planner.simulate import describe_units
-from onecopy.planner.step import Phase, Schedule, Sizes, Unit, layout, step_bytes
+from onecopy.planner.step import Phase, Schedule, Sizes, Unit, padded_numels, step_bytes
 from onecopy.planner.tensor import cut
 from onecopy.planner.traffic import step_elements
 from onecopy.recipes.config import Config
@@ -27,7 +27,7 @@ _TIMED: Final[tuple[Phase, ...]] = ("forward", "backward", "step")
 
 
 def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | None:
-    """What `summary.json` holds as "planned"; None where fake tensors cannot run the model, or parameters are frozen.
+    """What `summary.json` holds as "planned"; None where fake tensors cannot run the model.
 
     Activations come from one forward of the model on fake tensors, all else from formulas.
 
@@ -79,7 +79,7 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     if config.run.profile_step:
         moments.append(_highest(step_bytes(units, schedule)))
     memory = {name: max(moment[name] for moment in moments) for name in moments[0]}
-    psi = sum(layout(unit, schedule).padded_numel for unit in units if unit.numels)
+    psi = sum(padded_numels(unit, schedule)[0] for unit in units)
     elements = step_elements(parallel.stage, psi, schedule.shard, schedule.micro_batches, schedule.replicate)
     kept = sum(kept_bytes(unit, option.checkpointing, parallel.tensor) for unit in units)
     gathered = kept * (parallel.tensor - 1) * parallel.accumulate
