@@ -14,8 +14,10 @@ import torch
 import onecopy
 from models import TinyGPT
 from onecopy.errors import UsageError
-from onecopy.planner.compare import Comparison, tabulate
+from onecopy.planner.compare import Comparison, compare, tabulate
+from onecopy.planner.estimate import Job, Option
 from onecopy.planner.fake import fake_ranks
+from onecopy.planner.shape import Shape, Transformer
 from onecopy.planner.simulate import Simulated, describe_units, simulate
 from onecopy.planner.step import Schedule, Sizes, Unit, Widths, padded_numels, step_bytes
 from onecopy.planner.traffic import step_elements
@@ -104,6 +106,24 @@ def test_formulas_agree_with_accumulation_and_hybrid_sharding() -> None:
     ]
     for schedule, (units, seen) in zip(schedules, _run_in_child(_both, "gpt2", schedules), strict=True):
         _check(tabulate(units, schedule, seen.peaks, seen.bytes_sent), 0.03)
+
+
+def _checkpointed(kind: str) -> Comparison:
+    job = Job(Shape("gpt2", (), Transformer(2, 256, 4, 4000)), LENGTH)
+    option = Option(2, WORDS, 1, kind, "none", 8)  # type: ignore[arg-type]
+    return compare(job, option, config=None, factory=None)
+
+
+@pytest.mark.parametrize("kind", ["units", "units+cpu"])
+def test_checkpoints_are_simulated(kind: str) -> None:
+    """Oracles: the engine's meter, and b·s·h·L of 2 bytes (ZeRO §3.2), none on the device where they are moved."""
+    rows = {
+        (phase, name): (formula, engine) for phase, name, formula, engine in _run_in_child(_checkpointed, kind).rows
+    }
+    kept = WORDS * LENGTH * 256 * 2 * 2 if kind == "units" else 0
+    assert rows.get(("forward", "checkpoints"), (0, 0)) == (kept, kept)
+    formula, engine = rows["forward", "activations"]
+    assert formula == pytest.approx(engine, rel=0.03)
 
 
 def build_tiny() -> TinyGPT:

@@ -198,9 +198,9 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
     if sizes is not None and sizes.sequence is not None and request.seq > sizes.sequence:
         raise SettingsError(f"--seq is {request.seq} but the model has {sizes.sequence} positions")
     job = Job(shape, request.seq if sizes else 1, precision, optimizer)
-    wishes = Wishes(
-        request.stage, request.micro_batch, request.global_batch, checkpointing or None, request.tensor, preset
-    )
+    # Ranks are simulated without a tensor axis.
+    tensor = request.tensor or (1 if request.simulate else None)
+    wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, tensor, preset)
     if translation is not None:
         job = replace(job, precision=translation.precision or job.precision)
         batch = translation.global_batch

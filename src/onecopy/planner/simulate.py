@@ -45,7 +45,14 @@ class Simulated:
     padded_parameters: int
 
 
-def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str | None = "bf16") -> Simulated:
+def simulate(
+    build: Build,
+    batch: MakeBatch,
+    plan: Schedule,
+    *,
+    precision: str | None = "bf16",
+    activations: onecopy.Activations | None = None,
+) -> Simulated:
     """Run two steps of forward, backward and AdamW as rank 0 of ``plan.shard * plan.replicate`` ranks.
 
     Args:
@@ -54,6 +61,7 @@ def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str |
             attribute ``loss``; of another output the sum is taken.
         plan: what to run; its widths follow from ``precision`` and are not read.
         precision: as `onecopy.shard` takes it.
+        activations: likewise.
 
     Raises:
         UsageError: if a process group exists already.
@@ -66,6 +74,7 @@ def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str |
             precision=precision,
             accumulate=plan.micro_batches,
             prefetch=plan.prefetch,
+            activations=activations,
         )
         kinds: dict[str, dict[str, Any]] = {
             "foreach": {"foreach": True},
