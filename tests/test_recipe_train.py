@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 # What every rank would otherwise import for itself.
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from jobs import CPU, dotted, run_job
 from onecopy.errors import CollectiveTimeout
 from onecopy.memory.staging import DEFAULT_STAGING_BYTES
 from onecopy.recipes.config import Config, Optimizer, Schedule
@@ -24,41 +24,16 @@ from onecopy.recipes.model import build_model
 from onecopy.recipes.schedule import build_optimizer, learning_rate_factor
 from onecopy.recipes.settings import load
 from onecopy.recipes.tensor_parallel import parallelize
-from onecopy.recipes.train import train
 from onecopy.recipes.world import World
 from ranks import run_ranks
 
-CPU = torch.device("cpu")
-SMALL = {
-    "model.layers": 2,
-    "model.hidden": 24,
-    "model.heads": 2,
-    "data.tokenizer": "bytes",
-    "data.sequence_length": 16,
-    "data.batch": 12,
-    "schedule.steps": 6,
-    "schedule.warmup": 0.34,
-    "optimizer.learning_rate": 0.01,
-    "evaluation.evaluate_every": 4,
-    "evaluation.evaluate_batches": 2,
-    "run.tensorboard": False,
-    "run.seed": 5,
-    "parallel.device": "cpu",
-}
+SETTINGS = {"schedule.steps": 6, "schedule.warmup": 0.34, "evaluation.evaluate_batches": 2}
 
 
 def run(tmp_path: Path, size: int, **overrides: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The records and the summary of a run on ``size`` ranks."""
-    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    """The records and the summary of a run on ``size`` ranks, in a new directory."""
     directory = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
-    config = load(None, {**SMALL, "parallel.ranks": size, "run.directory": str(directory), **names})
-
-    def rank_main(rank: int) -> bool:
-        return train(config, World(rank, rank, size, CPU))
-
-    assert run_ranks(size, rank_main, group=size > 1) == [True] * size
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return records, json.loads((directory / "summary.json").read_text())
+    return run_job(directory, size, SETTINGS | dotted(overrides))
 
 
 def losses(records: list[dict[str, Any]], kind: str = "train") -> list[float]:
