@@ -4,8 +4,8 @@
 
 The runs are those behind the Ultra-Scale Playbook's chart (Apache-2.0, see data/README.md): a Llama of 1.34B or 3.57B
 parameters, s = 4096, nanotron, 1 to 64 nodes of 8 H100. Used are those that finished without pipeline parallelism; for
-time those without tensor parallelism too, since the planner models neither. Every second run is fitted, and the others
-are what the errors are taken from.
+time those without tensor parallelism too. Every second run is fitted, and the others are what the errors are taken
+from; the times of tensor-parallel runs are predicted without being fitted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy
 from onecopy.planner.calibrated import utilisation
 from onecopy.planner.machine import GPUS, Machine
 from onecopy.planner.memory import model_state_bytes
-from onecopy.planner.time import overlap, step_flops
+from onecopy.planner.time import all_reduce_seconds, overlap, step_flops
 
 RUNS = Path(__file__).parent / "data" / "playbook_runs.csv"
 SEQUENCE = 4096
@@ -116,7 +116,7 @@ def predicted_speed(run: Run, constants: TimeConstants) -> float:
     tokens = run.micro_batch * run.micro_batches * SEQUENCE
     operations = step_flops(sizes.parameters, tokens, layers=sizes.layers, hidden=sizes.hidden, sequence=SEQUENCE)
     machine = Machine(
-        run.data,
+        run.data * run.tensor,
         gpu,
         nodes=run.nodes,
         latency=constants.latency,
@@ -126,18 +126,21 @@ def predicted_speed(run: Run, constants: TimeConstants) -> float:
     # What nanotron sends is not documented. The ratio of the two stages' losses says an all-reduce of bf16 gradients at
     # both, and a gather on top at stage 1 (3Ψ, as other systems' stage 1). To `overlap` stage 1's all-reduce is a
     # reduce-scatter of twice the bytes.
-    layer = 2 * sizes.parameters / sizes.layers
+    layer = 2 * sizes.parameters / sizes.layers / run.tensor
     buckets = [(layer, layer * (2 if run.stage else 1))] * sizes.layers
     found = overlap(
         run.stage,
         buckets,
-        operations / (gpu.peak * utilisation(sizes.hidden, constants.utilisation, constants.growth)),
+        operations / run.tensor / (gpu.peak * utilisation(sizes.hidden, constants.utilisation, constants.growth)),
         shard=run.data,
         micro_batches=run.micro_batches,
-        link=machine.shard_link(run.data),
+        link=machine.shard_link(run.data, run.tensor),
         hidden_share=constants.hidden_share,
     )
-    return tokens / found.total
+    # Two all-reduces of the hidden state in forward and two in backward, as the planner counts them.
+    hidden_state = 2 * run.micro_batch * SEQUENCE * sizes.hidden
+    messages = 4 * all_reduce_seconds(hidden_state, run.tensor, machine.tensor_link())
+    return tokens / (found.total + messages * sizes.layers * run.micro_batches) / run.tensor
 
 
 def fit_time(runs: Sequence[Run]) -> TimeConstants:
@@ -221,6 +224,11 @@ def main() -> None:
     for run in held:
         shape = f"{run.micro_batch} x {run.micro_batches}"
         print(f"  {run.model:<7}{run.stage:<7}{run.data:>5}{shape:>9}{run.speed:>11,.0f}{speed(run):>11,.0f}")
+    print("  tensor-parallel runs, none fitted")
+    for tensor in (2, 4, 8):
+        some = [run for run in runs if run.tensor == tensor]
+        ratio = statistics.median(speed(run) / run.speed for run in some)
+        print(f"  {tensor} ranks   {describe(errors(some, speed, lambda run: run.speed))}   median ratio {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,26 @@ def test_sizes_instead_of_a_model() -> None:
     assert data["model"]["parameters"] / 1e9 == pytest.approx(1.56, abs=0.01)
 
 
+def test_zero_rs_configurations_are_one_command() -> None:
+    """ZeRO's Table 3 and Figure 6: states and checkpoints of C1 to C5, in GB."""
+    found = _data("--zero-r")["zero_r"]
+    sums = [round((one["states"] + one["checkpoints"]) / 1e9, 1) for one in found]
+    assert sums == pytest.approx([24.7, 18.4, 24.6, 25.5, 24.1], abs=0.15)
+    own = _data("13e9", "--gpus", 16, "--nodes", 2, "--micro-batch", 4, "--zero-r")["zero_r"]
+    assert [one["name"] for one in own] == ["C1", "C2", "C3", "C4", "C5"]
+    assert own[0]["checkpoints"] == pytest.approx(8 * own[1]["checkpoints"])
+    assert "tensor-parallel ranks" in _plan("plan_models:stack", "--gpus", 4, "--zero-r", code=2).stderr
+
+
+def test_a_tensor_axis_is_searched_for_and_printed() -> None:
+    """A trillion parameters on 1,024 GPUs of 80 GB: nothing fits without a tensor axis."""
+    job = ("1e12", "--gpus", 1024, "--nodes", 128, "--global-batch", 4096, "--stage", 3)
+    assert "spread blocks over ranks" in _plan(*job, "--tensor", 1, code=1).stdout
+    done = _plan(*job)
+    for expected in ("tensor 2", "P_a", 'mesh_dim_names=("shard", "tensor")', "tensor = 2", "recompute = true"):
+        assert expected in done.stdout
+
+
 def test_sweep_and_copies() -> None:
     done = _plan("7.5e9", "--gpus", 8, "--global-batch", 64, "--sweep", "link=10gbit..8000gbit", "--copies", 2)
     assert "stage 3 takes a tenth longer than stage 2" in done.stdout
@@ -174,6 +194,8 @@ def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
         (["7.5e9", "--gpus", "8", "--nodes", "3"], "multiple of nodes"),
         (["7.5e9", "--gpus", "8", "--gpu-memory", "big"], "like 24GB"),
         (["7.5e9", "--gpus", "8", "--stage", "4"], "found 4"),
+        (["7.5e9", "--gpus", "8", "--tensor", "3"], "must divide the model's 32 heads"),
+        (["7.5e9", "--gpus", "8", "--tensor", "1", "--checkpointing", "P_a"], "P_a cuts checkpoints"),
         (["7.5e9", "--gpus", "8", "--global-batch", "12"], "the nearest that can are 8 and 16"),
         (["no-such-model", "--gpus", "8"], "MODEL must be"),
         (["no.such:thing", "--gpus", "8"], "cannot import"),

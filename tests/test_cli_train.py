@@ -182,14 +182,17 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 @contextmanager
 def long_run(directory: Path, **more: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run that would take hours, once it trains: its launcher, and the pids of its ranks."""
+    """A run that would take hours, once it trains: its launcher, and the pids of its ranks.
+
+    Its temporary files, which a killed launcher leaves behind, go where pytest clears them away.
+    """
     arguments = ["train", *TINY, "--steps=1000000", "--save-every=40", "--directory", str(directory)]
     launcher = subprocess.Popen(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(**more),
+        env=environment(TMPDIR=str(directory.parent), **more),
         start_new_session=True,
     )
     try:

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onecopy.memory.strides import memory_order
 from onecopy.sharding.layout import ALIGNMENT, Layout
-from onecopy.sharding.sliced import dense_strides, flatten, memory_order
+from onecopy.sharding.sliced import dense_strides, flatten
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=8)
 multiples = st.sampled_from([ALIGNMENT, 2 * ALIGNMENT, 3 * ALIGNMENT])

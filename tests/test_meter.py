@@ -61,19 +61,24 @@ def _sizes(
     return {"held": held, "highest": highest, "last": states[-1], "earlier": states[-2], "before_last": first}
 
 
+def _with_whole_parameters(got: dict[str, dict[str, int]], stage: int) -> dict[str, int]:
+    """What is held after a step, with the whole parameters of forward: the paper adds them up, though backward lets go
+    of them at stages 1 and 2, before the last slices of gradients are there."""
+    return got["held"] | {"parameters_gathered": got["highest"]["parameters_gathered"] if stage < 3 else 0}
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> None:
     """Oracle: ZeRO §3.1 and §5, with gradients of 4 bytes where the paper has 2, for they are summed in fp32.
 
-    fp32 masters and AdamW's two moments are the paper's K = 12; whole bf16 parameters are its 2Ψ, until the backward
-    of stages 1 and 2 is through with them. The sum of each category's highest is what the paper's formula adds up.
+    fp32 masters and AdamW's two moments are the paper's K = 12; whole bf16 parameters are its 2Ψ.
     """
     depth = 6
     psi = ROOT + depth * BLOCK
     shards = 1 if stage == 0 else num_ranks
     for got in run_ranks(num_ranks, _sizes, stage, depth):
-        held = got["held"] | {"parameters_gathered": got["highest"]["parameters_gathered"] if stage < 3 else 0}
+        held = _with_whole_parameters(got, stage)
         assert got["held"]["parameters_gathered"] == (held["parameters_gathered"] if stage == 0 else 0)
         assert held["parameters_sliced"] + held["optimizer"] == pytest.approx(12 * psi / shards, rel=0.01)
         assert held["gradients_sliced"] == pytest.approx(4 * psi / shards, rel=0.01)
@@ -106,7 +111,7 @@ def test_with_lean_gradients_model_states_are_the_papers_bytes(stage: int, num_r
         paper -= 2 * psi / num_ranks
     shards = 1 if stage == 0 else num_ranks
     for got in run_ranks(num_ranks, _sizes, stage, depth, 2, "bf16-lean"):
-        held = got["held"]
+        held = _with_whole_parameters(got, stage)
         assert held["gradients_sliced"] == pytest.approx(2 * psi / shards, rel=0.01)
         assert _states(held, depth, shards) == pytest.approx(paper, rel=0 if shards == 1 else 0.01)
 

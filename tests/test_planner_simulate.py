@@ -13,11 +13,13 @@ import torch
 
 import onecopy
 from models import TinyGPT
-from onecopy.errors import SettingsError, UsageError
-from onecopy.planner.compare import Comparison, tabulate
+from onecopy.errors import UsageError
+from onecopy.planner.compare import Comparison, compare, tabulate
+from onecopy.planner.estimate import Job, Option
 from onecopy.planner.fake import fake_ranks
+from onecopy.planner.shape import Shape, Transformer
 from onecopy.planner.simulate import Simulated, describe_units, simulate
-from onecopy.planner.step import Schedule, Sizes, Unit, Widths, step_bytes
+from onecopy.planner.step import Schedule, Sizes, Unit, Widths, padded_numels, step_bytes
 from onecopy.planner.traffic import step_elements
 from ranks import run_ranks
 
@@ -117,6 +119,24 @@ def test_formulas_agree_with_gradients_held_in_bf16(implementation: str) -> None
         _check(tabulate(units, schedule, seen.peaks, seen.bytes_sent), 0.03)
 
 
+def _checkpointed(kind: str) -> Comparison:
+    job = Job(Shape("gpt2", (), Transformer(2, 256, 4, 4000)), LENGTH)
+    option = Option(2, WORDS, 1, kind, "none", 8)  # type: ignore[arg-type]
+    return compare(job, option, config=None, factory=None)
+
+
+@pytest.mark.parametrize("kind", ["units", "units+cpu"])
+def test_checkpoints_are_simulated(kind: str) -> None:
+    """Oracles: the engine's meter, and b·s·h·L of 2 bytes (ZeRO §3.2), none on the device where they are moved."""
+    rows = {
+        (phase, name): (formula, engine) for phase, name, formula, engine in _run_in_child(_checkpointed, kind).rows
+    }
+    kept = WORDS * LENGTH * 256 * 2 * 2 if kind == "units" else 0
+    assert rows.get(("forward", "checkpoints"), (0, 0)) == (kept, kept)
+    formula, engine = rows["forward", "activations"]
+    assert formula == pytest.approx(engine, rel=0.03)
+
+
 def build_tiny() -> TinyGPT:
     return TinyGPT(vocab=512, dim=128, heads=4, layers=4, length=64)
 
@@ -191,18 +211,54 @@ def test_units_are_described_in_the_order_of_forward() -> None:
     assert blocks[0] > blocks[1]
 
 
-def _frozen() -> None:
-    def build() -> torch.nn.Module:
-        model = build_tiny()
-        model.head.weight.requires_grad_(False)
-        return model
+def with_adapters() -> Any:
+    """A frozen GPT-2 with LoRA's matrices of rank 8 beside its projections (Hu et al., 2021), the head trained."""
+    model = gpt2().requires_grad_(False)
+    for block in model.transformer.h:
+        block.attn.c_attn = Adapted(block.attn.c_attn, 256, 768)
+    model.transformer.ln_f.requires_grad_(True)
+    return model
 
-    describe_units(build, None)
+
+class Adapted(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down, self.up = torch.nn.Linear(inputs, 8, bias=False), torch.nn.Linear(8, outputs, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x) + self.up(self.down(x))
 
 
-def test_frozen_parameters_are_refused() -> None:
-    with pytest.raises(SettingsError, match="frozen parameters"):
-        _frozen()
+def _adapted(schedules: list[Schedule]) -> list[tuple[list[Unit], Simulated]]:
+    units = describe_units(with_adapters, tokens)
+    return [(units, simulate(with_adapters, tokens, schedule)) for schedule in schedules]
+
+
+def test_frozen_parameters_are_held_without_gradients_and_optimizer_states() -> None:
+    """Oracles: the engine's meter and ledger; 12 bytes of optimizer and master for what is trained alone."""
+    schedules = [*(Schedule(stage, 8) for stage in range(4)), Schedule(3, 8, micro_batches=2)]
+    trained = 2 * 8 * (256 + 768) + 2 * 256
+    held = ("parameters_sliced", "parameters_gathered", "optimizer", "activations")
+    for schedule, (units, seen) in zip(schedules, _run_in_child(_adapted, schedules), strict=True):
+        assert sum(unit.parameters for unit in units) == trained
+        everything = sum(p.numel() for p in gpt2().parameters()) + trained - 2 * 256
+        assert sum(unit.all_parameters for unit in units) == everything
+        found = tabulate(units, schedule, seen.peaks, seen.bytes_sent)
+        for phase, category, formula, engine in found.rows:
+            if phase in ("forward", "step") and category in held:
+                assert formula == pytest.approx(engine, rel=0.03), (schedule.stage, phase, category)
+        padded = [padded_numels(unit, schedule) for unit in units]
+        elements = step_elements(
+            schedule.stage,
+            sum(numel for numel, _ in padded),
+            8,
+            schedule.micro_batches,
+            frozen=sum(numel for _, numel in padded),
+        )
+        assert seen.bytes_sent == pytest.approx(2 * elements.total, rel=1e-6)
+        if schedule.stage == 1:
+            assert seen.held["optimizer"] == pytest.approx(8 * trained / 8, rel=0.1)
 
 
 def _nested() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -12,9 +11,7 @@ import numpy
 import pytest
 import torch
 
-# What every rank would otherwise import for itself.
-from transformers import GPT2LMHeadModel  # noqa: F401
-
+from jobs import CPU, SMALL, dotted, run_job
 from onecopy.errors import SettingsError
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.data import Batches
@@ -23,23 +20,7 @@ from onecopy.recipes.train import train
 from onecopy.recipes.world import World
 from ranks import run_ranks
 
-CPU = torch.device("cpu")
-SMALL = {
-    "model.layers": 2,
-    "model.hidden": 24,
-    "model.heads": 2,
-    "data.tokenizer": "bytes",
-    "data.sequence_length": 16,
-    "data.batch": 12,
-    "schedule.steps": 9,
-    "optimizer.learning_rate": 0.01,
-    "evaluation.evaluate_every": 4,
-    "run.tensorboard": False,
-    "run.seed": 5,
-    "run.profile_step": 0,
-    "parallel.device": "cpu",
-    "checkpoint.save_every": 3,
-}
+SETTINGS = {"schedule.steps": 9, "run.profile_step": 0, "checkpoint.save_every": 3}
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +32,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(directory: Path, text: Path, size: int, **overrides: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    names = {name.replace("__", "."): value for name, value in overrides.items()}
-    settings = {**SMALL, "data.train": [str(text)], "run.directory": str(directory), "parallel.ranks": size, **names}
-    config = load(None, settings)
-
-    def rank_main(rank: int) -> bool:
-        return train(config, World(rank, rank, size, CPU))
-
-    assert run_ranks(size, rank_main, group=size > 1) == [True] * size
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return records, json.loads((directory / "summary.json").read_text())
+    return run_job(directory, size, SETTINGS | {"data.train": [str(text)]} | dotted(overrides))
 
 
 def losses(records: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
@@ -123,6 +95,7 @@ def test_other_data_order_is_an_error(text: Path, tmp_path: Path) -> None:
         None,
         {
             **SMALL,
+            **SETTINGS,
             "data.train": [str(text)],
             "data.batch": 6,
             "parallel.ranks": 1,

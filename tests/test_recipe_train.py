@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 # What every rank would otherwise import for itself.
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from jobs import CPU, dotted, run_job
 from onecopy.errors import CollectiveTimeout
 from onecopy.recipes.config import Config, Optimizer, Schedule
 from onecopy.recipes.data import Batches
@@ -23,41 +23,16 @@ from onecopy.recipes.model import build_model
 from onecopy.recipes.schedule import build_optimizer, learning_rate_factor
 from onecopy.recipes.settings import load
 from onecopy.recipes.tensor_parallel import parallelize
-from onecopy.recipes.train import train
 from onecopy.recipes.world import World
 from ranks import run_ranks
 
-CPU = torch.device("cpu")
-SMALL = {
-    "model.layers": 2,
-    "model.hidden": 24,
-    "model.heads": 2,
-    "data.tokenizer": "bytes",
-    "data.sequence_length": 16,
-    "data.batch": 12,
-    "schedule.steps": 6,
-    "schedule.warmup": 0.34,
-    "optimizer.learning_rate": 0.01,
-    "evaluation.evaluate_every": 4,
-    "evaluation.evaluate_batches": 2,
-    "run.tensorboard": False,
-    "run.seed": 5,
-    "parallel.device": "cpu",
-}
+SETTINGS = {"schedule.steps": 6, "schedule.warmup": 0.34, "evaluation.evaluate_batches": 2}
 
 
 def run(tmp_path: Path, size: int, **overrides: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The records and the summary of a run on ``size`` ranks."""
-    names = {name.replace("__", "."): value for name, value in overrides.items()}
+    """The records and the summary of a run on ``size`` ranks, in a new directory."""
     directory = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
-    config = load(None, {**SMALL, "parallel.ranks": size, "run.directory": str(directory), **names})
-
-    def rank_main(rank: int) -> bool:
-        return train(config, World(rank, rank, size, CPU))
-
-    assert run_ranks(size, rank_main, group=size > 1) == [True] * size
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return records, json.loads((directory / "summary.json").read_text())
+    return run_job(directory, size, SETTINGS | dotted(overrides))
 
 
 def losses(records: list[dict[str, Any]], kind: str = "train") -> list[float]:
@@ -386,6 +361,46 @@ def test_planned_stands_beside_measured(
     planned, measured = summary["planned"]["memory"], summary["highest_memory"]
     for category in measured:
         assert planned[category] == pytest.approx(measured[category], abs=0.05 * sum(measured.values())), category
+    assert summary["planned"]["bytes_sent"] == pytest.approx(summary["bytes_sent_per_step"]["total"]["measured"])
+
+
+@pytest.mark.parametrize(
+    "size, tensor, stage, settings",
+    [
+        (1, 1, 3, {}),
+        (1, 1, 0, {"keep_on": "cpu"}),
+        (2, 2, 3, {}),
+        (2, 2, 2, {"keep_on": "cpu"}),
+        (2, 2, 1, {"partition": False}),
+        (4, 2, 3, {}),
+    ],
+)
+def test_planned_activations_stand_beside_measured(
+    tmp_path: Path, text: Path, size: int, tensor: int, stage: int, settings: dict[str, Any]
+) -> None:
+    """Oracles: the meter's categories within 5 %, and b·s·h·L of 4 bytes, ÷ M (ZeRO §6.1). Gradients and buffers are
+    held in the test above."""
+    _, summary = run(
+        tmp_path,
+        size,
+        data__train=[str(text)],
+        parallel__stage=stage,
+        parallel__tensor=tensor,
+        activations__recompute=True,
+        **{f"activations__{name}": value for name, value in settings.items()},
+        schedule__steps=4,
+        evaluation__evaluate_every=0,
+    )
+    planned, measured = summary["planned"]["memory"], summary["highest_memory"]
+    for category in ("parameters_sliced", "optimizer", "activations"):
+        assert planned[category] == pytest.approx(measured[category], rel=0.05), category
+    inputs = 12 * tensor // size * 16 * 24 * 2 * 4
+    kept = inputs // (tensor if settings.get("partition", True) else 1)
+    on_host = settings.get("keep_on") == "cpu"
+    assert summary["planned"]["off_device"] == summary["highest_off_device"] == {"checkpoints": kept * on_host}
+    assert planned["checkpoints"] == measured["checkpoints"] == kept * (not on_host)
+    sent = inputs * (tensor - 1) // tensor if settings.get("partition", True) else 0
+    assert summary["planned"]["activations_sent"] == summary["activations_sent_per_step"] == sent
     assert summary["planned"]["bytes_sent"] == pytest.approx(summary["bytes_sent_per_step"]["total"]["measured"])
 
 

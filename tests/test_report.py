@@ -93,6 +93,7 @@ def live_memory(fullness: float) -> dict[str, int]:
         "gradients_sliced": int(state * (1 - fullness)),
         "optimizer": 2 * state,
         "activations": int(2.4e7 * fullness),
+        "checkpoints": int(1.6e6 * fullness),
         "communication": 2_097_152,
         "other": 300_000,
     }
@@ -232,10 +233,17 @@ def test_plan_beside_what_was_measured(tmp_path: Path) -> None:
     assert "Planned and measured" not in render(read_run(directory))
     summary = json.loads((directory / "summary.json").read_text())
     summary["planned"] = {"memory": {"optimizer": PSI * 4}, "bytes_sent": 11_122_560, "seconds": 0.5}
+    summary["planned"] |= {"off_device": {"checkpoints": 8_000_000}, "activations_sent": 5_000_000}
+    summary["activations_sent_per_step"] = 5_000_000
+    steps = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    moved = [step | {"off_device": {"checkpoints": 8_000_000}} for step in steps]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in moved))
     (directory / "summary.json").write_text(json.dumps(summary))
     page = render(read_run(directory))
     assert '<th scope="row">optimizer states</th><td>7.4 MB</td><td>7.4 MB</td><td>exact</td>' in page
     assert '<th scope="row">sent per step</th><td>11.1 MB</td><td>11.1 MB</td><td>exact</td>' in page
+    assert '<th scope="row">activation checkpoints, off the device</th><td>8.0 MB</td><td>8.0 MB</td>' in page
+    assert '<th scope="row">activations sent per step</th><td>5.0 MB</td><td>5.0 MB</td>' in page
     assert '<th scope="row">time of a step</th><td>500.0 ms</td>' in page
 
 

@@ -21,6 +21,7 @@ from onecopy.activations.store import Kept, Store
 from onecopy.comm.dtensors import dtensor_from, is_dtensor, local_of
 from onecopy.comm.mesh import Axis
 from onecopy.memory.arena import Arena
+from onecopy.memory.strides import memory_order
 
 _SAMPLE: Final = 128
 
@@ -86,7 +87,7 @@ class Partition:
         local = local_of(tensor).detach()
         # Its strides if its elements fill their memory, else contiguous ones: an expanded tensor is kept in full.
         like = torch.empty_like(local, device="meta")
-        flat = local.permute(_memory_order(like)).reshape(-1)
+        flat = local.permute(memory_order(like.stride())).reshape(-1)
         if cut:
             numel = -(-flat.numel() // self._axis.size)
             own = flat[self._axis.rank * numel : (self._axis.rank + 1) * numel]
@@ -111,12 +112,7 @@ class Partition:
             whole = flat.new_empty(flat.numel() * self._axis.size)
             self._axis.gather_activation(flat, whole, self._unit)
             flat = whole[: saved.like.numel()]
-        order = _memory_order(saved.like)
+        order = memory_order(saved.like.stride())
         inverse = [order.index(dim) for dim in range(len(order))]
         local = flat.view([saved.like.shape[dim] for dim in order]).permute(inverse)
         return local if saved.placed is None else dtensor_from(local, *saved.placed)
-
-
-def _memory_order(tensor: Tensor) -> list[int]:
-    """Dimensions from the slowest to the fastest in memory."""
-    return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])

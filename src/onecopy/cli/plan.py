@@ -38,7 +38,11 @@ def plan(
         int | None, _option("Samples in a step; one micro-batch a rank if not given.", "INT", _MODEL)
     ] = None,
     stage: Annotated[int | None, _option("Only this stage.", "INT", _MODEL)] = None,
-    checkpointing: Annotated[str | None, _option("Only off, units, P_a or P_a+cpu.", "TEXT", _MODEL)] = None,
+    checkpointing: Annotated[str | None, _option("Only off, units, units+cpu, P_a or P_a+cpu.", "TEXT", _MODEL)] = None,
+    tensor: Annotated[
+        int | None,
+        _option("Ranks of a node that share each sample and block; 1, 2, 4, ... searched if not given.", "INT", _MODEL),
+    ] = None,
     precision: Annotated[str, _option("bf16, bf16-lean, fp16 or fp32.", "TEXT", _MODEL)] = "bf16",
     optimizer: Annotated[str, _option("AdamW's implementation: foreach, fused, for-loop.", "TEXT", _MODEL)] = "foreach",
     gpus: Annotated[int | None, _option("On all nodes.", "INT", _MACHINE)] = None,
@@ -54,6 +58,14 @@ def plan(
         bool, typer.Option("--here", help="Read this machine, and measure it shortly.", rich_help_panel=_MACHINE)
     ] = False,
     preset: Annotated[str, _option("safe (15 % of memory stays free), fast, or frugal.", "TEXT", _SHOW)] = "fast",
+    zero_r: Annotated[
+        bool,
+        typer.Option(
+            "--zero-r",
+            help="C1 to C5 of ZeRO's Table 3 for the model; without one, for those that the paper ran.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = False,
     sweep: Annotated[str | None, _option("Step times over link=10gbit..800gbit.", "RANGE", _SHOW)] = None,
     copies: Annotated[int | None, _option("What so many copies of each slice cost and save.", "INT", _SHOW)] = None,
     simulate: Annotated[

@@ -23,6 +23,8 @@ from onecopy.planner.quantities import parse_bytes, parse_rate
 from onecopy.planner.redundancy import redundancy
 from onecopy.planner.shape import CHECKPOINTING, Shape, from_sizes
 from onecopy.planner.sweep import crossover, curves, parse_range, thresholds
+from onecopy.planner.tensor import check_degree, degrees
+from onecopy.planner.zero_r import CONFIGURATIONS, Configured, configure, paper
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Request:
     global_batch: int | None
     stage: int | None
     checkpointing: str | None
+    tensor: int | None
     precision: str
     optimizer: str
     gpus: int | None
@@ -50,6 +53,7 @@ class Request:
     intra: str | None
     here: bool
     preset: str
+    zero_r: bool
     sweep: str | None
     copies: int | None
     simulate: bool
@@ -71,9 +75,12 @@ def run(request: Request) -> bool:
     if request.model is None and request.layers is None and translation is not None:
         console.print(translation.text(), markup=False, highlight=False, soft_wrap=True)
         return True
+    if request.model is None and request.layers is None and request.zero_r:
+        return _paper(request, console)
     shape = _shape(request)
     machine = _machine(request, console)
     job, wishes = _job(request, shape, machine, translation)
+    configured = _configured(job, machine, wishes) if request.zero_r else []
     advice = advise(job, machine, wishes)
     swept = None
     chosen = advice.best or min(advice.estimates, key=lambda e: (not e.available, e.peak))
@@ -96,6 +103,8 @@ def run(request: Request) -> bool:
             result["thresholds"] = [{"quantity": t.quantity, "hurts": t.hurts, "at": t.at} for t in hurts]
         if spared is not None:
             result["copies"] = spared.__dict__
+        if configured:
+            result["zero_r"] = [one.as_dict() for one in configured]
         if simulated is not None:
             result["simulated"] = simulated.as_dict()
         json.dump(result, sys.stdout, indent=2, ensure_ascii=False)
@@ -110,11 +119,35 @@ def run(request: Request) -> bool:
             tables.print_sweep(console, swept[0], swept[1], hurts)
         if spared is not None:
             tables.print_redundancy(console, spared)
+        if configured:
+            tables.print_zero_r(console, configured)
         if simulated is not None:
             tables.print_simulated(console, simulated)
     if request.html is not None and swept is not None:
         _write_page(request.html, job, machine, advice, swept[0], swept[1], console)
     return advice.best is not None
+
+
+def _paper(request: Request, console: Console) -> bool:
+    """The configurations of ZeRO-R as the paper ran them."""
+    found = paper()
+    if request.as_json:
+        json.dump({"zero_r": [one.as_dict() for one in found]}, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        console.print("400 V100 of 32 GB on 25 nodes, tensor 16, 16 samples of 1,024 tokens, fp16", highlight=False)
+        tables.print_zero_r(console, found)
+    return True
+
+
+def _configured(job: Job, machine: Machine, wishes: Wishes) -> list[Configured]:
+    """The configurations of ZeRO-R, over as many tensor ranks as were asked for or can be."""
+    sizes = job.shape.transformer
+    tensor = wishes.tensor or degrees(job.shape, machine)[-1]
+    if sizes is None or tensor == 1:
+        raise SettingsError("--zero-r needs tensor-parallel ranks to cut checkpoints over, and there are none")
+    check_degree(job.shape, machine, tensor)
+    return [configure(name, job, sizes, machine, wishes.micro_batch or 1, tensor) for name in CONFIGURATIONS]
 
 
 def _shape(request: Request) -> Shape:
@@ -157,6 +190,7 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
         ("seq", request.seq),
         ("micro-batch", request.micro_batch),
         ("global-batch", request.global_batch),
+        ("tensor", request.tensor),
     ):
         if value is not None and value < 1:
             raise SettingsError(f"--{name} must be positive; found {value}")
@@ -164,7 +198,9 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
     if sizes is not None and sizes.sequence is not None and request.seq > sizes.sequence:
         raise SettingsError(f"--seq is {request.seq} but the model has {sizes.sequence} positions")
     job = Job(shape, request.seq if sizes else 1, precision, optimizer)
-    wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, preset)
+    # Ranks are simulated without a tensor axis.
+    tensor = request.tensor or (1 if request.simulate else None)
+    wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, tensor, preset)
     if translation is not None:
         job = replace(job, precision=translation.precision or job.precision)
         batch = translation.global_batch
@@ -173,6 +209,8 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
         wishes = replace(
             wishes,
             stage=translation.stage,
+            # These settings know no tensor axis.
+            tensor=wishes.tensor or 1,
             micro_batch=wishes.micro_batch or translation.micro_batch,
             global_batch=wishes.global_batch or batch,
         )

@@ -17,6 +17,7 @@ from onecopy.planner.quantities import count, gigabytes, rate, seconds
 from onecopy.planner.redundancy import Redundancy
 from onecopy.planner.step import CATEGORIES
 from onecopy.planner.sweep import Curve, Threshold
+from onecopy.planner.zero_r import Configured
 from onecopy.stage import Stage
 
 
@@ -65,7 +66,7 @@ def _print_options(console: Console, estimates: Sequence[Estimate], rows: int) -
             "in": found.peak_phase,
             "fits": "yes" if found.fits else "no",
             "host": gigabytes(found.host),
-            "sent": gigabytes(found.bytes_sent),
+            "sent": gigabytes(found.bytes_sent + found.activations_sent),
             "step": seconds(found.seconds.total),
             "exposed": seconds(found.seconds.exposed),
             "tokens/s": f"{found.tokens_per_second:,.0f}",
@@ -86,8 +87,7 @@ def _spread(estimates: Sequence[Estimate], rows: int) -> list[Estimate]:
     """The best option of each kind first, so that every stage is seen; then the rest."""
     kinds: dict[tuple[object, ...], Estimate] = {}
     for found in estimates:
-        option = found.option
-        kinds.setdefault((option.stage, option.checkpointing, option.offload, option.shard), found)
+        kinds.setdefault(found.option.kind, found)
     return list(kinds.values())[:rows]
 
 
@@ -159,6 +159,33 @@ def print_redundancy(console: Console, found: Redundancy) -> None:
         table.add_row(name, value)
     console.print(table)
     console.print("copies for recovery are not in onecopy yet; a mesh with a replicate axis holds them, without it")
+
+
+def print_zero_r(console: Console, configured: Sequence[Configured]) -> None:
+    """The configurations of ZeRO-R: the paper's formulas, and what onecopy would hold."""
+    table = Table(title="ZeRO-R: the configurations of the paper's Table 3, one micro-batch a step")
+    table.title_justify = "left"
+    table.add_column("")
+    table.add_column("option")
+    for name in ("parameters", "states", "checkpoints", "both", "onecopy's peak", "fits"):
+        table.add_column(name, justify="right")
+    for one in configured:
+        table.add_row(
+            one.name,
+            one.found.option.words(),
+            count(one.parameters),
+            *(gigabytes(size) if size else "0" for size in (one.states, one.checkpoints)),
+            gigabytes(one.states + one.checkpoints),
+            gigabytes(one.found.peak),
+            "yes" if one.found.fits else "no",
+        )
+    console.print(table)
+    console.print(
+        "states, checkpoints: by the paper's formulas; the peak has logits, the block that computes and overheads too",
+        style="dim",
+        soft_wrap=True,
+        highlight=False,
+    )
 
 
 def print_simulated(console: Console, found: Comparison) -> None:

@@ -35,6 +35,7 @@ class Meter:
         live: bytes by category, now.
         peaks: for each phase the categories at the moment when their sum was largest.
         off_device: bytes by category that were moved to host memory or to files; no part of ``live``.
+        off_device_peak: the most that each of these was since the last `reset_peaks`.
         listener: called after every change while a profile runs.
     """
 
@@ -42,6 +43,7 @@ class Meter:
         self.live: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self.peaks: dict[Phase, dict[str, int]] = {}
         self.off_device: dict[str, int] = {}
+        self.off_device_peak: dict[str, int] = {}
         self.listener: Callable[[], None] | None = None
         self._ledger = ledger
         self._total = 0
@@ -63,7 +65,8 @@ class Meter:
 
     def add_off_device(self, category: str, nbytes: int) -> None:
         """Count ``nbytes`` more or less of ``category`` in host memory or in files."""
-        self.off_device[category] = self.off_device.get(category, 0) + nbytes
+        held = self.off_device[category] = self.off_device.get(category, 0) + nbytes
+        self.off_device_peak[category] = max(self.off_device_peak.get(category, 0), held)
 
     def set(self, category: str, nbytes: int) -> None:
         """Say how much ``category`` holds now."""
@@ -83,6 +86,7 @@ class Meter:
         """Start the peaks anew from what is live."""
         self.peaks = {}
         self._highest = {}
+        self.off_device_peak = dict(self.off_device)
 
     def table(self) -> str:
         """Live bytes and each phase's peak, as lines of text, beside what the process holds."""

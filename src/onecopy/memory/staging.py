@@ -19,8 +19,8 @@ from onecopy.memory.arena import Arena
 CPU_BYTES: Final = 8 * 2**20
 """Most bytes of one buffer on the CPU: as fast as larger ones, by `benchmarks/bucket_bytes.py` and in whole steps."""
 
-ACCELERATOR_BYTES: Final = 512 * 2**20
-"""Elsewhere: a transformer layer of a 7B model goes in one piece. Not measured. There a second piece has the stream
+ACCELERATOR_BYTES: Final = 256 * 2**20
+"""Elsewhere: a transformer layer of a 3B model goes in one piece. Not measured. There a third piece has the stream
 that computes wait for the first, which costs more than on the CPU."""
 
 

@@ -15,6 +15,10 @@ HIDDEN_COPIES: Final = {"gpt2": 34 / 2, "llama": 28, "smollm2": 24, "qwen3": 38,
 """Copies of the hidden state that one layer keeps, of 2 bytes each: 34sbh for a GPT (Korthikanti); others as measured
 on SmolLM2-1.7B (24), Llama-3.1-8B (28), Qwen3-4B (38) and gemma-1.1-2b (48) with fused attention."""
 
+WHOLE_SHARE: Final = 10 / 34
+"""Share of what a layer keeps that tensor parallelism leaves whole on every rank: 10 of a GPT's 34sbh (Korthikanti et
+al.). That other families keep the same share is an assumption."""
+
 LOGITS_BYTES: Final = 6
 """Bytes for each of the b·s·vocab logits: fp32 for the loss, and their half-width originals or gradients."""
 
@@ -55,9 +59,26 @@ def layer_bytes(
     return sbh * (10 + (24 + scores) / tensor_parallel)
 
 
-def copies_bytes(micro_batch: int, sequence: int, hidden: int, copies: float, element_bytes: float = 2) -> float:
-    """Bytes that one layer keeps when it keeps ``copies`` of the hidden state (`HIDDEN_COPIES`)."""
-    return copies * micro_batch * sequence * hidden * element_bytes
+def copies_bytes(
+    micro_batch: int,
+    sequence: int,
+    hidden: int,
+    copies: float,
+    element_bytes: float = 2,
+    *,
+    tensor_parallel: int = 1,
+) -> float:
+    """Bytes that one layer keeps when it keeps ``copies`` of the hidden state (`HIDDEN_COPIES`).
+
+    Args:
+        tensor_parallel: t, which divides all but `WHOLE_SHARE` of them.
+    """
+    return copies * micro_batch * sequence * hidden * element_bytes * share_of_layer(tensor_parallel)
+
+
+def share_of_layer(tensor_parallel: int) -> float:
+    """The share of what a layer keeps that each of t tensor-parallel ranks keeps: (10 + 24/t) / 34."""
+    return WHOLE_SHARE + (1 - WHOLE_SHARE) / tensor_parallel
 
 
 def checkpoint_bytes(
@@ -113,9 +134,23 @@ def largest_linear_bytes(hidden: int) -> float:
     return 4.0 * hidden * 4 * hidden
 
 
-def block_parallel_elements(micro_batch: int, sequence: int, hidden: int, *, partitioned: bool = False) -> float:
+def block_parallel_elements(
+    micro_batch: int,
+    sequence: int,
+    hidden: int,
+    *,
+    recompute: bool = True,
+    partitioned: bool = False,
+    early_stop: bool = False,
+) -> float:
     """Elements of activations that tensor parallelism sends for one transformer block: 12·b·s·h; P_a adds b·s·h.
 
-    Source: ZeRO §8.
+    To be multiplied by (M - 1)/M. Source: ZeRO §8: two all-reduces in forward, two in backward and, where the block is
+    recomputed, two more, each of twice b·s·h.
+
+    Args:
+        partitioned: P_a, an all-gather of b·s·h.
+        early_stop: PyTorch ends a recomputation before its last all-reduce, whose result nobody keeps: 10·b·s·h.
     """
-    return (13.0 if partitioned else 12.0) * micro_batch * sequence * hidden
+    again = 0 if not recompute else 2 if early_stop else 4
+    return (8.0 + again + partitioned) * micro_batch * sequence * hidden

@@ -11,6 +11,7 @@ from onecopy.planner.estimate import OFFLOADS, Estimate, Job, Option, describe_p
 from onecopy.planner.machine import Machine
 from onecopy.planner.quantities import gigabytes
 from onecopy.planner.shape import CHECKPOINTING, Checkpointing
+from onecopy.planner.tensor import check_degree, degrees
 from onecopy.stage import Stage
 
 Preset = Literal["safe", "fast", "frugal"]
@@ -28,12 +29,14 @@ class Wishes:
 
     Attributes:
         global_batch: samples in a step over all ranks.
+        tensor: M, ranks that share each sample and each block.
     """
 
     stage: int | None = None
     micro_batch: int | None = None
     global_batch: int | None = None
     checkpointing: Checkpointing | None = None
+    tensor: int | None = None
     preset: Preset = "fast"
 
 
@@ -77,22 +80,43 @@ def options(job: Job, machine: Machine, wishes: Wishes) -> Iterator[Option]:
     """Every option that the wishes leave.
 
     Raises:
-        SettingsError: if the global batch cannot be split so.
+        SettingsError: if the global batch cannot be split so, or the model not over so many tensor ranks.
     """
-    ranks = machine.gpus // job.tensor_parallel
+    if wishes.tensor is not None:
+        check_degree(job.shape, machine, wishes.tensor)
+    spread = [wishes.tensor] if wishes.tensor else degrees(job.shape, machine)
+    if max(spread) == 1 and (wishes.checkpointing or "").startswith("P_a"):
+        raise SettingsError(
+            f"{wishes.checkpointing} cuts checkpoints over tensor-parallel ranks, and there are none: "
+            f"{'give another tensor degree' if wishes.tensor else 'no power of two divides heads and GPUs of a node'}"
+        )
+    for tensor in spread:
+        yield from _options_over(tensor, machine, wishes)
+
+
+def _options_over(tensor: int, machine: Machine, wishes: Wishes) -> Iterator[Option]:
+    ranks, neighbours = machine.gpus // tensor, machine.per_node // tensor
     pairs = list(_batches(ranks, wishes))
-    kinds: list[Checkpointing] = [wishes.checkpointing] if wishes.checkpointing else list(CHECKPOINTING)
-    kinds = [kind for kind in kinds if job.tensor_parallel > 1 or not kind.startswith("P_a")]
     for stage in [wishes.stage] if wishes.stage is not None else range(4):
         shards = [ranks]
-        if Stage.of(stage).shards_optimizer and 1 < machine.per_node < ranks and ranks % machine.per_node == 0:
-            shards.append(machine.per_node)
-        offloads = [o for o in OFFLOADS if o == "none" or _offloadable(stage, o)]
+        if Stage.of(stage).shards_optimizer and 1 < neighbours < ranks:
+            shards.append(neighbours)
+        offloads = [o for o in OFFLOADS if _offloadable(stage, o)] if tensor == 1 else OFFLOADS[:1]
         for micro_batch, accumulate in pairs:
-            for checkpointing in kinds:
-                for offload in offloads:
+            for checkpointing in _kinds(tensor, wishes):
+                for offload in offloads if checkpointing in ("off", "units") else OFFLOADS[:1]:
                     for shard in shards:
-                        yield Option(stage, micro_batch, accumulate, checkpointing, offload, shard, ranks // shard)
+                        yield Option(
+                            stage, micro_batch, accumulate, checkpointing, offload, shard, ranks // shard, tensor=tensor
+                        )
+
+
+def _kinds(tensor: int, wishes: Wishes) -> list[Checkpointing]:
+    """Without a tensor axis there is nothing to cut checkpoints over; with one, moving them whole is never better."""
+    kinds: list[Checkpointing] = [wishes.checkpointing] if wishes.checkpointing else list(CHECKPOINTING)
+    if tensor == 1:
+        return [kind for kind in kinds if not kind.startswith("P_a")]
+    return [kind for kind in kinds if kind != "units+cpu" or wishes.checkpointing]
 
 
 def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
@@ -117,7 +141,7 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     if not ready:
         return Advice(found, None, _why_nothing(found, room), None, _remedies(job, machine, wishes, found), None)
     best = _choose(ready, wishes.preset, machine)
-    others = [e for e in ready if _kind(e) != _kind(best)]
+    others = [e for e in ready if e.option.kind != best.option.kind]
     runner_up = _choose(others, wishes.preset, machine) if others else None
     faster = [e for e in fitting if e.tokens_per_second > best.tokens_per_second * (1 + _ALIKE)]
     later = max(faster, key=lambda e: e.tokens_per_second, default=None) if wishes.preset != "frugal" else None
@@ -135,7 +159,8 @@ def _batches(ranks: int, wishes: Wishes) -> Iterator[tuple[int, int]]:
     if total % ranks:
         raise SettingsError(
             f"a global batch of {total} cannot be split over {ranks} ranks; the nearest that can are "
-            f"{total // ranks * ranks or ranks} and {(total // ranks + 1) * ranks}"
+            f"{total // ranks * ranks or ranks} and {(total // ranks + 1) * ranks}, or let ranks share samples with a "
+            f"tensor degree"
         )
     share = total // ranks
     if wishes.micro_batch:
@@ -150,13 +175,10 @@ def _batches(ranks: int, wishes: Wishes) -> Iterator[tuple[int, int]]:
 
 
 def _offloadable(stage: int, offload: str) -> bool:
+    if offload == "none":
+        return True
     kind = Stage.of(stage)
     return kind.shards_parameters if offload.startswith("parameters") else kind.shards_optimizer
-
-
-def _kind(found: Estimate) -> tuple[object, ...]:
-    option = found.option
-    return (option.stage, option.checkpointing, option.offload, option.shard)
 
 
 def _choose(ready: Sequence[Estimate], preset: Preset, machine: Machine) -> Estimate:
@@ -167,7 +189,7 @@ def _choose(ready: Sequence[Estimate], preset: Preset, machine: Machine) -> Esti
     fastest = max(e.tokens_per_second for e in ready)
     alike = [e for e in ready if e.tokens_per_second >= fastest * (1 - _ALIKE)]
     if preset == "fast":
-        return min(alike, key=lambda e: (e.bytes_sent, e.peak))
+        return min(alike, key=lambda e: (e.bytes_sent + e.activations_sent, e.host, e.peak))
     return min(alike, key=lambda e: (e.peak // step, e.option.stage, -e.tokens_per_second))
 
 
@@ -213,9 +235,14 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
             ready = [option for option in options(job, machine, wishes) if not option.missing]
         except SettingsError:
             return False
-        tried = (estimate(job, machine, option) for option in ready)
-        fitting = [e for e in tried if e.fits and e.peak <= room]
+        # More samples at once hold more, but for the gradients that one micro-batch a step does not keep: where none of
+        # these fits, none does.
+        smallest = min(option.micro_batch for option in ready)
+        least = [option for option in ready if option.micro_batch == smallest or option.accumulate == 1]
+        fitting = [e for e in (estimate(job, machine, option) for option in least) if e.fits and e.peak <= room]
         if fitting:
+            others = (estimate(job, machine, option) for option in ready if option not in least)
+            fitting += [e for e in others if e.fits and e.peak <= room]
             best = max(fitting, key=lambda e: e.tokens_per_second)
             remedies.append(Remedy(f"{words}: {best.option.words()}", best, available=True))
         return bool(fitting)
@@ -224,6 +251,8 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
         attempt("checkpoint activations", job, machine, replace(wishes, checkpointing="units"))
     if wishes.stage is not None and wishes.stage < 3:
         attempt("raise the stage", job, machine, replace(wishes, stage=3))
+    if wishes.tensor == 1:
+        attempt("spread blocks over ranks", job, machine, replace(wishes, tensor=None))
     if wishes.micro_batch is not None and wishes.micro_batch > 1:
         attempt("a smaller micro-batch", job, machine, replace(wishes, micro_batch=1))
     for shorter in (job.sequence // 2, job.sequence // 4):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-READY: Final[frozenset[str]] = frozenset()
+READY: Final[frozenset[str]] = frozenset({"units+cpu", "P_a", "P_a+cpu", "tensor parallelism"})
 """Of the features in `WORDS`, those that onecopy has."""
 
 WORDS: Final = {
+    "units+cpu": "activation checkpoints on the host",
     "P_a": "partitioned activation checkpoints",
-    "P_a+cpu": "activation checkpoints on the host",
+    "P_a+cpu": "partitioned activation checkpoints on the host",
     "tensor parallelism": "tensor parallelism",
     "optimizer on cpu": "the optimizer on the CPU",
     "optimizer on nvme": "optimizer states on NVMe",

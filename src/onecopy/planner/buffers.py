@@ -18,8 +18,8 @@ Table 2, where 18 % (stage 1) to 38 % (no sharding) of the bound were lost to ev
 WIDENED_BYTES: Final = 4 * 2**20
 """Bytes of a narrow gradient's elements that the optimizer's step widens at a time (`onecopy.sharding.narrow`)."""
 
-STAGING_BYTES: Final = 4 * 2**20
-"""Most bytes of one staging buffer of the gloo transport (`onecopy.memory.staging`)."""
+STAGING_BYTES: Final = {"cpu": 8 * 2**20, "accelerator": 256 * 2**20}
+"""Most bytes of one communication buffer where nothing is said (`onecopy.memory.staging`); there are two."""
 
 
 def with_overheads(live: float) -> float:
@@ -56,9 +56,20 @@ def optimizer_temporary_bytes(
     return max(root, piece)
 
 
-def staging_bytes(largest_bucket: int, shard: int, wire_bytes: float, limit: float = STAGING_BYTES) -> float:
-    """Bytes of the gloo transport's staging buffers: what N - 1 peers send of one slice, up to a constant (ZeRO C_B).
+def staging_limit(native: bool) -> float:
+    """Most bytes of the two communication buffers, on an accelerator (``native``) or the CPU."""
+    return 2.0 * STAGING_BYTES["accelerator" if native else "cpu"]
 
-    There are two, for the reduces of two units are under way at a time.
+
+def staging_bytes(numel: int, over: int, wire_bytes: float, *, native: bool, all_reduces: bool = False) -> float:
+    """Bytes of two communication buffers that would take a whole bucket (ZeRO C_B bounds them: `staging_limit`).
+
+    Args:
+        numel: elements of the bucket.
+        over: ranks over which it is reduced.
+        wire_bytes: of an element as it travels.
+        native: the backend's own calls return one slice for N that are sent; messages bring N - 1.
+        all_reduces: it stays whole; the backend does that in place.
     """
-    return 2 * min(limit, wire_bytes * largest_bucket * (shard - 1) / shard)
+    rows = (1.0 if all_reduces else 1 + 1 / over) if native else 2 - 1 / over
+    return 2 * rows * wire_bytes * numel

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from onecopy.errors import SettingsError
 from onecopy.planner.estimate import Job, Option
+from onecopy.planner.shape import checkpointed
 from onecopy.planner.step import Schedule, Sizes, Unit, step_bytes
 
 
@@ -42,7 +43,7 @@ class Comparison:
 def compare(job: Job, option: Option, *, config: Path | None, factory: str | None) -> Comparison:
     """Run the engine on fake tensors for ``option``, and the formulas on what each unit really keeps.
 
-    Activation checkpoints are the model's own business: both sides look at the model as it is without them.
+    What a block recomputes is counted on neither side, for the meter does not see it.
 
     Args:
         config: of transformers, for the real architecture.
@@ -50,14 +51,23 @@ def compare(job: Job, option: Option, *, config: Path | None, factory: str | Non
             sizes stands for the shape.
 
     Raises:
-        SettingsError: if there is no model to run.
+        SettingsError: if there is no model to run, or it is to be spread over tensor ranks.
     """
+    if option.tensor > 1:
+        raise SettingsError("--simulate runs ranks without a tensor axis; give --tensor 1")
+    import onecopy
     from onecopy.planner.simulate import simulate
 
     build, batch = _model(job, option, config, factory)
     schedule = option.schedule(job)
-    units = described(build, batch, job.precision)
-    engine = simulate(build, batch, schedule, precision=job.precision)
+    units = [
+        replace(checkpointed(unit, option.checkpointing), working=0.0)
+        for unit in described(build, batch, job.precision)
+    ]
+    chosen = None
+    if option.checkpointing != "off":
+        chosen = onecopy.Activations(offload="cpu" if option.checkpointing.endswith("+cpu") else None)
+    engine = simulate(build, batch, schedule, precision=job.precision, activations=chosen)
     return tabulate(units, schedule, engine.peaks, engine.bytes_sent)
 
 

@@ -19,6 +19,7 @@ from onecopy.planner.activations import HIDDEN_COPIES
 from onecopy.planner.quantities import count, parse_count
 from onecopy.planner.shape import Shape, Transformer, from_count
 from onecopy.planner.step import Unit
+from onecopy.planner.tensor import KNOWN
 
 
 def describe(model: str, *, sequence: int | None = None) -> Shape:
@@ -58,7 +59,7 @@ def from_transformers(path: Path) -> Shape:
     build = transformers_builder(file)
     units = _units_of(build, None)
     sizes = transformer_of(json.loads(file.read_text(encoding="utf-8")))
-    total = sum(unit.parameters for unit in units)
+    total = sum(unit.all_parameters for unit in units)
     name = f"{path.resolve().name if path.is_dir() else path.name}, {count(total)} parameters"
     return Shape(name, tuple(units), sizes)
 
@@ -108,6 +109,8 @@ def transformer_of(config: Mapping[str, Any]) -> Transformer | None:
         first("vocab_size") or 0,
         copies,
         first("max_position_embeddings", "n_positions"),
+        first("num_key_value_heads"),
+        family in KNOWN,
     )
 
 
@@ -132,7 +135,7 @@ def from_factory(path: str, *, sequence: int | None = None) -> Shape:
     if callable(example):
         batch = partial(example, 1) if sequence is None else partial(example, 1, sequence=sequence)
     units = _units_of(build, batch)
-    total = sum(unit.parameters for unit in units)
+    total = sum(unit.all_parameters for unit in units)
     return Shape(f"{path}, {count(total)} parameters", tuple(units))
 
 

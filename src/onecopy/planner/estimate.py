@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from onecopy.planner.activations import block_parallel_elements
 from onecopy.planner.available import missing
 from onecopy.planner.buffers import pinned_bytes, with_overheads
 from onecopy.planner.calibrated import HIDDEN_SHARE
 from onecopy.planner.machine import Machine
 from onecopy.planner.offload import cpu_step_seconds
 from onecopy.planner.quantities import gigabytes
-from onecopy.planner.shape import Checkpointing, Shape
-from onecopy.planner.step import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, layout, step_bytes
-from onecopy.planner.time import StepSeconds, overlap, step_flops
+from onecopy.planner.shape import Checkpointing, Shape, kept_bytes
+from onecopy.planner.step import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels, step_bytes
+from onecopy.planner.tensor import cut
+from onecopy.planner.time import StepSeconds, all_reduce_seconds, gather_seconds, overlap, step_flops
 from onecopy.planner.traffic import step_elements
 from onecopy.stage import Stage
 
@@ -40,14 +42,12 @@ class Job:
         sequence: tokens in a sample; 1 for models without.
         precision: "bf16", "bf16-lean", "fp16" or "fp32".
         implementation: of AdamW: "foreach", "fused" or "for-loop".
-        tensor_parallel: ranks that share one model; for P_a.
     """
 
     shape: Shape
     sequence: int
     precision: str = "bf16"
     implementation: str = "foreach"
-    tensor_parallel: int = 1
 
     @property
     def widths(self) -> Widths:
@@ -64,6 +64,7 @@ class Option:
         accumulate: micro-batches in a step.
         shard, replicate: N, and how often each slice is held.
         prefetch: units gathered ahead.
+        tensor: M, ranks that share each sample and each block.
     """
 
     stage: int
@@ -74,12 +75,19 @@ class Option:
     shard: int
     replicate: int = 1
     prefetch: int = 1
+    tensor: int = 1
 
     @property
     def missing(self) -> tuple[str, ...]:
         """What onecopy does not have yet of what this needs."""
-        needs = [self.checkpointing] if self.checkpointing.startswith("P_a") else []
+        needs: list[str] = [] if self.checkpointing in ("off", "units") else [self.checkpointing]
+        needs += ["tensor parallelism"] if self.tensor > 1 else []
         return missing(needs + ([self.offload] if self.offload != "none" else []))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What options of one kind share; they differ in micro-batches and in M."""
+        return (self.stage, self.checkpointing, self.offload, self.replicate)
 
     def schedule(self, job: Job) -> Schedule:
         """What the engine does in a step of ``job``."""
@@ -96,6 +104,8 @@ class Option:
     def words(self) -> str:
         """The option in one line."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} × {self.accumulate}"]
+        if self.tensor > 1:
+            parts.append(f"tensor {self.tensor}")
         if self.checkpointing != "off":
             parts.append(f"checkpointing {self.checkpointing}")
         if self.offload != "none":
@@ -115,6 +125,7 @@ class Estimate:
         limit: bytes of the device.
         host: bytes that the ranks of one node hold on the host.
         bytes_sent: of model states, by one rank in a step.
+        activations_sent: bytes that tensor parallelism and P_a send on top, likewise.
         seconds: of a step.
         tokens_per_second: of all ranks; samples where the model has no sequence.
         limited_by: what a step waits for longest.
@@ -126,6 +137,7 @@ class Estimate:
     host: float
     host_limit: float | None
     bytes_sent: float
+    activations_sent: float
     seconds: StepSeconds
     tokens_per_second: float
     limited_by: str
@@ -162,20 +174,14 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
     Raises:
         SettingsError: if there is no such stage.
     """
-    units = job.shape.with_activations(
-        option.micro_batch,
-        job.sequence,
-        option.checkpointing,
-        model_parallel=job.tensor_parallel,
-        element_bytes=job.widths.compute,
-    )
+    units = local_units(job, option)
     schedule = option.schedule(job)
-    peaks: dict[Phase, Sizes] = {"load": _load(units, schedule)}
+    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
     peaks |= step_bytes(units, schedule)
     peaks["save"] = _save(units, schedule, peaks["step"])
     peaks = {phase: _with_overheads(_offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
-    seconds, sent = _seconds(job, machine, option, schedule, units)
-    samples = machine.gpus * option.micro_batch * option.accumulate
+    seconds, sent = step_seconds(job, machine, option, schedule, units)
+    samples = machine.gpus // option.tensor * option.micro_batch * option.accumulate
     return Estimate(
         option,
         peaks,
@@ -183,10 +189,37 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
         _host(job, machine, option, units),
         machine.host_memory,
         sent,
+        activations_sent(job, option),
         seconds,
         samples * job.sequence / seconds.total,
         _limited_by(machine, option, seconds),
     )
+
+
+def local_units(job: Job, option: Option) -> list[Unit]:
+    """The units as one rank holds them, with what they keep for backward."""
+    sizes = job.shape.transformer
+    units = job.shape.with_activations(
+        option.micro_batch, job.sequence, option.checkpointing, tensor=option.tensor, element_bytes=job.widths.compute
+    )
+    return units if sizes is None else cut(units, sizes.hidden, option.tensor)
+
+
+def activations_sent(job: Job, option: Option) -> float:
+    """Bytes of activations that a rank sends to those that share its samples, in a step (ZeRO §8)."""
+    sizes = job.shape.transformer
+    if sizes is None or option.tensor == 1:
+        return 0.0
+    elements = block_parallel_elements(
+        option.micro_batch,
+        job.sequence,
+        sizes.hidden,
+        recompute=option.checkpointing != "off",
+        partitioned=option.checkpointing.startswith("P_a"),
+        early_stop=True,
+    )
+    share = (option.tensor - 1) / option.tensor
+    return elements * share * job.widths.compute * sizes.layers * option.accumulate
 
 
 def describe_peak(found: Estimate) -> str:
@@ -194,20 +227,24 @@ def describe_peak(found: Estimate) -> str:
     return f"{gigabytes(found.peak)} of {gigabytes(found.limit)}, in {found.peak_phase}"
 
 
-def _load(units: list[Unit], schedule: Schedule) -> Sizes:
-    """The model as it was built, all slices, and one unit's flat copy: what `onecopy.shard` holds at its end."""
+def _load(shape: Shape, units: list[Unit], schedule: Schedule) -> Sizes:
+    """The model as it was built, all slices, and one unit's flat copy: what `onecopy.shard` holds at its end.
+
+    Of a model that is cut over tensor ranks, the whole of it before that, where that is more.
+    """
     master = schedule.widths.master
-    layouts = [layout(unit, schedule) for unit in units if unit.numels]
+    padded = [sum(padded_numels(unit, schedule)) for unit in units]
     sizes = dict.fromkeys(CATEGORIES, 0.0)
-    sizes["parameters_sliced"] = float(master * sum(one.slice_numel for one in layouts))
-    sizes["parameters_gathered"] = float(master * max(one.padded_numel for one in layouts))
-    sizes["other"] = float(master * sum(unit.parameters for unit in units))
-    return sizes
+    sizes["parameters_sliced"] = float(master * sum(padded) / schedule.slices)
+    sizes["parameters_gathered"] = float(master * max(padded))
+    sizes["other"] = float(master * sum(unit.all_parameters for unit in units))
+    whole = float(master * shape.parameters)
+    return sizes if sum(sizes.values()) >= whole else dict.fromkeys(CATEGORIES, 0.0) | {"other": whole}
 
 
 def _save(units: list[Unit], schedule: Schedule, step: Sizes) -> Sizes:
     """Whole parameters in the master dtype inside of `onecopy.gathered`, on every rank."""
-    whole = sum(layout(unit, schedule).padded_numel for unit in units if unit.numels)
+    whole = sum(sum(padded_numels(unit, schedule)) for unit in units)
     sizes = {**step, "optimizer_temporaries": 0.0, "gradients_sliced": 0.0}
     sizes["other"] = float(schedule.widths.master * whole)
     return sizes
@@ -242,9 +279,8 @@ def _host(job: Job, machine: Machine, option: Option, units: list[Unit]) -> floa
             each += 3 * widths.master * own
         if option.offload == "parameters on cpu":
             each += pinned_bytes(widths.compute * own)
-    if option.checkpointing == "P_a+cpu":
-        off = job.shape.with_activations(option.micro_batch, job.sequence, "P_a", model_parallel=job.tensor_parallel)
-        each += pinned_bytes(sum(unit.activations for unit in off))
+    if option.checkpointing.endswith("+cpu"):
+        each += sum(pinned_bytes(kept_bytes(unit, option.checkpointing, option.tensor)) for unit in units)
     return each * machine.per_node
 
 
@@ -252,42 +288,78 @@ def _slices(option: Option) -> int:
     return option.shard if Stage.of(option.stage).shards_optimizer else 1
 
 
-def _seconds(
+def step_seconds(
     job: Job, machine: Machine, option: Option, schedule: Schedule, units: list[Unit]
 ) -> tuple[StepSeconds, float]:
+    """Seconds of a step, and bytes of model states that a rank sends in it.
+
+    Args:
+        units: as one rank holds them (`local_units`).
+    """
     tokens = option.micro_batch * option.accumulate * job.sequence
     sizes = job.shape.transformer
     recompute = option.checkpointing != "off"
+    # What tensor parallelism leaves whole, every rank computes for itself. Frozen weights have no gradient to compute.
     operations = step_flops(
-        job.shape.parameters,
+        sum(unit.parameters + 2 / 3 * sum(unit.frozen) for unit in units),
         tokens,
         recompute=recompute,
         layers=sizes.layers if sizes else 0,
-        hidden=sizes.hidden if sizes else 0,
+        hidden=sizes.hidden // option.tensor if sizes else 0,
         sequence=job.sequence if sizes else 0,
     )
     # A 32-bit product takes twice the time of a 16-bit one at the least.
     compute = operations / machine.flops(sizes.hidden if sizes else None) * (2 if job.precision == "fp32" else 1)
     widths = job.widths
-    padded = [layout(unit, schedule).padded_numel for unit in units if unit.numels]
-    shard, replicate = (option.shard, option.replicate) if _slices(option) > 1 else (machine.gpus, 1)
+    padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
+    trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
+    again = Stage.of(option.stage).shards_parameters
+    copies = machine.gpus // option.tensor
+    shard, replicate = (option.shard, option.replicate) if _slices(option) > 1 else (copies, 1)
     found = overlap(
         option.stage,
-        [(widths.compute * numel, widths.reduce * numel) for numel in padded],
+        [(widths.compute * (numel + (fixed if again else 0)), widths.reduce * numel) for numel, fixed in padded],
         compute,
         shard=shard,
         replicate=replicate,
         micro_batches=option.accumulate,
-        link=machine.shard_link(shard),
-        replicate_link=machine.replicate_link(shard),
+        link=machine.shard_link(shard, option.tensor),
+        replicate_link=machine.replicate_link(shard, option.tensor),
         recompute=recompute,
         hidden_share=HIDDEN_SHARE,
     )
-    elements = step_elements(option.stage, sum(padded), option.shard, option.accumulate, option.replicate)
+    elements = step_elements(option.stage, trained, option.shard, option.accumulate, option.replicate, frozen)
     sent = elements.all_gather * widths.compute + (elements.reduce_scatter + elements.all_reduce) * widths.reduce
-    own = sum(padded) / _slices(option)
+    own = trained / _slices(option)
     update, transfer = _update_seconds(job, machine, option, own, compute)
-    return found._replace(update=update, transfer=transfer), sent
+    transfer += _fetch_seconds(machine, option, units, compute)
+    tensor = _tensor_seconds(job, machine, option)
+    return found._replace(update=update, transfer=transfer, tensor=tensor), sent
+
+
+def _tensor_seconds(job: Job, machine: Machine, option: Option) -> float:
+    """Seconds of what ranks that share samples send each other; computing waits for all of it."""
+    sizes = job.shape.transformer
+    if sizes is None or option.tensor == 1:
+        return 0.0
+    link = machine.tensor_link()
+    hidden_state = float(option.micro_batch * job.sequence * sizes.hidden * job.widths.compute)
+    # As `activations_sent` counts: two all-reduces in forward, two in backward, one in a recomputation.
+    reduces = 4 if option.checkpointing == "off" else 5
+    each = reduces * all_reduce_seconds(hidden_state, option.tensor, link)
+    if option.checkpointing.startswith("P_a"):
+        each += gather_seconds(hidden_state, option.tensor, link)
+    return each * sizes.layers * option.accumulate
+
+
+def _fetch_seconds(machine: Machine, option: Option, units: list[Unit], compute: float) -> float:
+    """Seconds of copies of activation checkpoints to the host and back that do not hide behind computing."""
+    if not option.checkpointing.endswith("+cpu"):
+        return 0.0
+    moved = sum(kept_bytes(unit, option.checkpointing, option.tensor) for unit in units) * option.accumulate
+    seconds = moved / machine.gpu.host
+    # With recomputation forward is a quarter of computing.
+    return max(0.0, seconds - HIDDEN_SHARE * compute / 4) + max(0.0, seconds - HIDDEN_SHARE * compute * 3 / 4)
 
 
 def _update_seconds(job: Job, machine: Machine, option: Option, own: float, compute: float) -> tuple[float, float]:
@@ -309,10 +381,11 @@ def _update_seconds(job: Job, machine: Machine, option: Option, own: float, comp
 
 
 def _limited_by(machine: Machine, option: Option, seconds: StepSeconds) -> str:
-    shard = option.shard if _slices(option) > 1 else machine.gpus
+    reach = option.shard * option.tensor if _slices(option) > 1 else machine.gpus
     parts = {
         "computing": seconds.compute,
-        machine.named_link(shard): seconds.exposed,
+        machine.named_link(reach): seconds.exposed,
+        "tensor parallelism's messages": seconds.tensor,
         "the optimizer's step": seconds.update,
         "the link to the host": seconds.transfer,
     }

@@ -89,23 +89,32 @@ class Machine:
         """Operations a second that one GPU reaches with a model of that width; 2048 stands for unknown ones."""
         return self.gpu.peak * (self.utilisation or utilisation(hidden or 2048))
 
-    def shard_link(self, shard: int) -> Link:
-        """The link of ``shard`` neighbours: within a node, or over all network cards of a node at once."""
-        nodes = max(1, shard // self.per_node)
-        bandwidth = self.gpu.intra if nodes == 1 else min(self.gpu.intra, self.per_node * self.link)
+    def tensor_link(self) -> Link:
+        """The link of ranks that share a model; they are of one node."""
+        return self._link(self.gpu.intra, 1)
+
+    def shard_link(self, shard: int, tensor: int = 1) -> Link:
+        """The link of ``shard`` neighbours: within a node, or over all network cards that they have in one at once.
+
+        Args:
+            tensor: GPUs that share a model; only every so many is a neighbour.
+        """
+        own = max(1, self.per_node // tensor)
+        nodes = max(1, shard // own)
+        bandwidth = self.gpu.intra if nodes == 1 else min(self.gpu.intra, own * self.link)
         return self._link(bandwidth, nodes)
 
-    def replicate_link(self, shard: int) -> Link:
+    def replicate_link(self, shard: int, tensor: int = 1) -> Link:
         """The link of ranks that hold the same slice when ``shard`` neighbours hold a copy: a network card each."""
         if self.nodes == 1:
             return self._link(self.gpu.intra, 1)
-        return self._link(self.link, max(1, self.gpus // max(shard, self.per_node)))
+        return self._link(self.link, max(1, self.gpus // max(shard * tensor, self.per_node)))
 
     def _link(self, bandwidth: float, nodes: int) -> Link:
         return Link(bandwidth * self.link_efficiency / (1 + self.crowding * log2(nodes)), self.latency)
 
     def named_link(self, shard: int) -> str:
-        """Which link carries the slices of ``shard`` ranks."""
+        """Which link carries what ``shard`` neighbouring GPUs share."""
         return "the link within a node" if shard <= self.per_node else "the link between nodes"
 
 

@@ -96,8 +96,7 @@ def render(job: Job, machine: Machine, advice: Advice, swept: Sequence[Curve], c
 def _one_of_each_kind(estimates: Sequence[Estimate]) -> list[Estimate]:
     kinds: dict[tuple[object, ...], Estimate] = {}
     for found in estimates:
-        option = found.option
-        kinds.setdefault((option.stage, option.checkpointing, option.offload, option.shard), found)
+        kinds.setdefault(found.option.kind, found)
     ordered = sorted(kinds.values(), key=lambda e: (not e.available, e.option.stage, e.option.offload))
     return ordered[:40]
 
@@ -111,8 +110,14 @@ def _tiles(advice: Advice) -> list[tuple[str, str, str]]:
         ("memory", gigabytes(best.peak), f"of {gigabytes(best.limit)}, in {best.peak_phase}"),
         ("step", seconds(best.seconds.total), f"{seconds(best.seconds.exposed)} of it waiting for messages"),
         ("tokens per second", f"{best.tokens_per_second:,.0f}", f"limited by {best.limited_by}"),
-        ("sent per step and rank", gigabytes(best.bytes_sent), "model states"),
+        ("sent per step and rank", gigabytes(best.bytes_sent), _sent_remark(best)),
     ]
+
+
+def _sent_remark(best: Estimate) -> str:
+    if best.option.tensor == 1:
+        return "model states"
+    return f"model states; and {gigabytes(best.activations_sent)} of activations"
 
 
 def _scale(shown: Sequence[Estimate], limit: float) -> float:

@@ -6,8 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from onecopy.planner.advice import Advice
-from onecopy.planner.estimate import Estimate, Job
+from onecopy.planner.estimate import Estimate, Job, Option
 from onecopy.planner.machine import Machine
+from onecopy.planner.tensor import KNOWN
 from onecopy.stage import Stage
 
 
@@ -16,16 +17,23 @@ def shard_call(job: Job, found: Estimate) -> str:
     option = found.option
     arguments = [f"stage={option.stage}", f'precision="{job.precision}"']
     lines = []
+    axes = {"shard": option.shard}
     if option.replicate > 1 and Stage.of(option.stage).shards_optimizer:
-        lines.append(
-            f'mesh = torch.distributed.init_device_mesh("cuda", ({option.replicate}, {option.shard}), '
-            f'mesh_dim_names=("replicate", "shard"))'
-        )
+        axes = {"replicate": option.replicate} | axes
+    if option.tensor > 1:
+        axes |= {"tensor": option.tensor}
+    if len(axes) > 1:
+        sizes, names = ", ".join(map(str, axes.values())), ", ".join(f'"{name}"' for name in axes)
+        lines.append(f'mesh = torch.distributed.init_device_mesh("cuda", ({sizes}), mesh_dim_names=({names}))')
         arguments.append("mesh=mesh")
+    if option.tensor > 1:
+        lines = ["from onecopy.recipes.tensor_parallel import parallelize", "", *lines]
+        # Other models are cut by torch's own parallelize_module.
+        lines.append(f'parallelize(model, mesh["tensor"])  # for {", ".join(KNOWN)} of transformers')
     if option.accumulate > 1:
         arguments.append(f"accumulate={option.accumulate}")
-    if option.checkpointing == "units":
-        arguments.append("activations=onecopy.Activations()")
+    if option.checkpointing != "off":
+        arguments.append(f"activations=onecopy.Activations({_activations(option)})")
     if found.loads_on_meta:
         lines.append('# built inside `with torch.device("meta"):`, for it does not fit beside its slices')
     lines.append(f"model = onecopy.shard(model, {', '.join(arguments)})")
@@ -34,6 +42,16 @@ def shard_call(job: Job, found: Estimate) -> str:
     if job.implementation == "fused":
         lines.append("optimizer = torch.optim.AdamW(model.parameters(), fused=True)")
     return "\n".join(lines)
+
+
+def _activations(option: Option) -> str:
+    """Arguments of `onecopy.Activations`, as far as they are not its defaults."""
+    arguments = []
+    if option.tensor > 1 and not option.checkpointing.startswith("P_a"):
+        arguments.append("partition=False")
+    if option.checkpointing.endswith("+cpu"):
+        arguments.append('offload="cpu"')
+    return ", ".join(arguments)
 
 
 def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) -> str:
@@ -49,13 +67,15 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
     lines += [
         "[data]",
         f"sequence_length = {job.sequence}",
-        f"batch = {option.micro_batch * option.accumulate * machine.gpus}",
+        f"batch = {option.micro_batch * option.accumulate * machine.gpus // option.tensor}",
         "",
         "[parallel]",
         f"stage = {option.stage}",
         f"ranks = {machine.gpus}",
         f"accumulate = {option.accumulate}",
     ]
+    if option.tensor > 1:
+        lines.append(f"tensor = {option.tensor}")
     if job.precision != "fp16":
         lines.append(f'precision = "{job.precision}"')
     if Stage.of(option.stage).shards_optimizer and option.replicate > 1:
@@ -63,7 +83,9 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
     lines += ["", "[optimizer]", f'implementation = "{job.implementation}"']
     if option.checkpointing != "off":
         lines += ["", "[activations]", "recompute = true"]
-    if option.checkpointing == "P_a+cpu":
+    if option.tensor > 1 and option.checkpointing.startswith("units"):
+        lines.append("partition = false")
+    if option.checkpointing.endswith("+cpu"):
         lines.append('keep_on = "cpu"')
     return "\n".join(lines) + "\n"
 
@@ -113,6 +135,7 @@ def estimate_dict(found: Estimate | None) -> dict[str, Any] | None:
         "memory": found.peaks,
         "host_bytes": found.host,
         "bytes_sent": found.bytes_sent,
+        "activations_sent": found.activations_sent,
         "seconds": {**found.seconds._asdict(), "total": found.seconds.total},
         "tokens_per_second": found.tokens_per_second,
         "limited_by": found.limited_by,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onecopy.errors import SettingsError
-from onecopy.planner.estimate import Estimate, Job
+from onecopy.planner.estimate import Estimate, Job, local_units
 from onecopy.planner.machine import Machine
 from onecopy.planner.recovery import (
     best_interval,
@@ -61,11 +61,11 @@ def redundancy(job: Job, machine: Machine, found: Estimate, copies: int, days: f
     option = found.option
     if not 1 <= copies <= option.shard:
         raise SettingsError(f"copies must be between 1 and the {option.shard} ranks that share slices; found {copies}")
-    parameters, widths = float(job.shape.parameters), job.widths
+    parameters, widths = float(sum(unit.parameters for unit in local_units(job, option))), job.widths
     own = 3 * widths.master
     duration = days * 86_400
     failures = expected_failures(machine.gpus, duration)
-    held = own * parameters / machine.nodes
+    held = own * job.shape.parameters / machine.nodes
     save = held / DISK_BANDWIDTH
     interval = best_interval(failures, duration, save)
     return Redundancy(

@@ -13,10 +13,11 @@ from onecopy.errors import SettingsError
 from onecopy.planner.activations import HIDDEN_COPIES, LOGITS_BYTES, checkpoint_bytes, copies_bytes, logits_bytes
 from onecopy.planner.step import Unit
 
-Checkpointing = Literal["off", "units", "P_a", "P_a+cpu"]
+Checkpointing = Literal["off", "units", "units+cpu", "P_a", "P_a+cpu"]
 
-CHECKPOINTING: Final[tuple[Checkpointing, ...]] = ("off", "units", "P_a", "P_a+cpu")
-"""Nothing recomputed; one checkpoint a block; and that partitioned over tensor-parallel ranks, or moved to the host."""
+CHECKPOINTING: Final[tuple[Checkpointing, ...]] = ("off", "units", "units+cpu", "P_a", "P_a+cpu")
+"""Nothing recomputed; one checkpoint a block, whole ("units") or cut over tensor-parallel ranks ("P_a"), on the device
+or moved to the host."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Transformer:
     Attributes:
         copies: of the hidden state that a block keeps for backward, see `activations.HIDDEN_COPIES`.
         sequence: the longest that the model takes; None for any.
+        key_value_heads: where they are fewer than ``heads``.
+        spreads: whether its blocks are of a kind that onecopy can cut over tensor-parallel ranks.
     """
 
     layers: int
@@ -34,6 +37,8 @@ class Transformer:
     vocabulary: int
     copies: float = HIDDEN_COPIES["gpt2"]
     sequence: int | None = None
+    key_value_heads: int | None = None
+    spreads: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Ψ."""
-        return sum(unit.parameters for unit in self.units)
+        """Ψ, frozen ones included."""
+        return sum(unit.all_parameters for unit in self.units)
 
     def with_activations(
         self,
@@ -62,40 +67,30 @@ class Shape:
         sequence: int,
         checkpointing: Checkpointing = "off",
         *,
-        model_parallel: int = 1,
+        tensor: int = 1,
         element_bytes: int = 2,
     ) -> list[Unit]:
-        """The units with the bytes that they keep for backward.
+        """The units with the bytes that they keep for backward on one rank.
 
         Args:
             micro_batch: samples.
             sequence: tokens of each; other models than transformers have none.
             checkpointing: what is kept of each block instead of all.
-            model_parallel: M, ranks over which P_a partitions.
+            tensor: M, ranks that share each block.
             element_bytes: of activations.
         """
         sizes = self.transformer
         if sizes is None:
             scale = micro_batch * element_bytes / 2
-            return [_measured(unit, scale, checkpointing) for unit in self.units]
-        whole = copies_bytes(micro_batch, sequence, sizes.hidden, sizes.copies, element_bytes)
-        each = checkpoint_bytes(
-            micro_batch,
-            sequence,
-            sizes.hidden,
-            1,
-            model_parallel=model_parallel,
-            partitioned=checkpointing.startswith("P_a"),
-            on_cpu=checkpointing == "P_a+cpu",
-            element_bytes=element_bytes,
-        )
-        blocks = {unit.name for unit in self.units if is_block(unit)}
+            return [checkpointed(_scaled(unit, scale), checkpointing, tensor) for unit in self.units]
+        one = (micro_batch, sequence, sizes.hidden)
+        whole = copies_bytes(*one, sizes.copies, element_bytes, tensor_parallel=tensor)
+        inputs = checkpoint_bytes(*one, 1, element_bytes=element_bytes)
         head = logits_bytes(micro_batch, sequence, sizes.vocabulary, each=LOGITS_BYTES * max(1, element_bytes / 4 * 2))
         found = []
         for unit in self.units:
-            if unit.name in blocks:
-                kept = (whole, 0.0) if checkpointing == "off" else (each, whole)
-                found.append(replace(unit, activations=kept[0], working=kept[1]))
+            if is_block(unit):
+                found.append(checkpointed(replace(unit, activations=whole, inputs=inputs), checkpointing, tensor))
             else:
                 found.append(replace(unit, activations=0.0, working=0.0, logits=0.0 if unit.name else head))
         return found
@@ -106,12 +101,28 @@ def is_block(unit: Unit) -> bool:
     return unit.name.rpartition(".")[2].isdigit()
 
 
-def _measured(unit: Unit, scale: float, checkpointing: Checkpointing) -> Unit:
-    if checkpointing == "off" or not is_block(unit):
-        return replace(unit, activations=unit.activations * scale, logits=unit.logits * scale)
-    # What enters a block is not known apart; a tenth of what it keeps is on the careful side for a residual block.
-    kept = unit.activations * scale
-    return replace(unit, activations=kept / 10, working=kept)
+def checkpointed(unit: Unit, checkpointing: Checkpointing, tensor: int = 1) -> Unit:
+    """The unit with a checkpoint around it: it keeps its inputs, and the rest only while its backward runs.
+
+    Args:
+        tensor: M, ranks over which P_a cuts what is kept (ZeRO §6.1).
+    """
+    if checkpointing == "off" or unit.inputs is None:
+        return unit
+    kept = 0.0 if checkpointing.endswith("+cpu") else kept_bytes(unit, checkpointing, tensor)
+    return replace(unit, activations=0.0, checkpoint=kept, working=unit.activations)
+
+
+def kept_bytes(unit: Unit, checkpointing: Checkpointing, tensor: int) -> float:
+    """Bytes of the unit's inputs that one rank keeps, wherever they are."""
+    if checkpointing == "off" or unit.inputs is None:
+        return 0.0
+    return unit.inputs / tensor if checkpointing.startswith("P_a") else unit.inputs
+
+
+def _scaled(unit: Unit, scale: float) -> Unit:
+    inputs = None if unit.inputs is None else unit.inputs * scale
+    return replace(unit, activations=unit.activations * scale, inputs=inputs, logits=unit.logits * scale)
 
 
 def from_sizes(
@@ -156,10 +167,12 @@ def from_count(parameters: float, name: str | None = None) -> Shape:
     each = int((parameters - vocabulary * hidden) // layers)
     rest = int(parameters - vocabulary * hidden - each * layers)
     units = (Unit("", (vocabulary * hidden + rest,)), *(Unit(f"layers.{i}", (each,)) for i in range(layers)))
-    sizes = Transformer(layers, hidden, max(1, hidden // 128), vocabulary)
+    # How many heads is not known: so many that every power of two up to there divides them.
+    heads = 1 << max(1, hidden // 128).bit_length() - 1
+    sizes = Transformer(layers, hidden, heads, vocabulary)
     return Shape(name or f"{parameters:.4g} parameters, taken as a GPT", units, sizes)
 
 
 def largest(units: Sequence[Unit]) -> int:
     """Parameters of the largest unit."""
-    return max((unit.parameters for unit in units), default=0)
+    return max((unit.all_parameters for unit in units), default=0)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import onecopy
-from onecopy.errors import SettingsError
 from onecopy.memory.meter import Meter
 from onecopy.planner.fake import fake_ranks, fake_tensors
 from onecopy.planner.step import Schedule, Sizes, Unit
@@ -46,7 +45,14 @@ class Simulated:
     padded_parameters: int
 
 
-def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str | None = "bf16") -> Simulated:
+def simulate(
+    build: Build,
+    batch: MakeBatch,
+    plan: Schedule,
+    *,
+    precision: str | None = "bf16",
+    activations: onecopy.Activations | None = None,
+) -> Simulated:
     """Run two steps of forward, backward and AdamW as rank 0 of ``plan.shard * plan.replicate`` ranks.
 
     Args:
@@ -55,6 +61,7 @@ def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str |
             attribute ``loss``; of another output the sum is taken.
         plan: what to run; its widths follow from ``precision`` and are not read.
         precision: as `onecopy.shard` takes it.
+        activations: likewise.
 
     Raises:
         UsageError: if a process group exists already.
@@ -67,6 +74,7 @@ def simulate(build: Build, batch: MakeBatch, plan: Schedule, *, precision: str |
             precision=precision,
             accumulate=plan.micro_batches,
             prefetch=plan.prefetch,
+            activations=activations,
         )
         kinds: dict[str, dict[str, Any]] = {
             "foreach": {"foreach": True},
@@ -107,18 +115,19 @@ def describe_units(
         batch: makes one micro-batch; None leaves activations at 0 and the order that of `model.named_modules()`.
         units: as `onecopy.shard` takes it.
         precision: likewise.
-
-    Raises:
-        SettingsError: if the model has frozen parameters, which the formulas do not know.
     """
     with fake_tensors():
         model = build()
-        if frozen := [name for name, p in model.named_parameters() if not p.requires_grad]:
-            raise SettingsError(
-                f"the planner does not know frozen parameters yet; found {len(frozen)}, the first is {frozen[0]!r}"
-            )
-        found = find_parameters(model, find_scopes(model, units))
-        numels = {name: tuple(item.parameter.numel() for item in items) for name, items in found.items()}
+        found = {
+            name: [item.parameter for item in items]
+            for name, items in find_parameters(model, find_scopes(model, units)).items()
+        }
+        numels = {name: tuple(p.numel() for p in items if p.requires_grad) for name, items in found.items()}
+        frozen = {name: tuple(p.numel() for p in items if not p.requires_grad) for name, items in found.items()}
+        widths = {
+            name: max((p.element_size() for p in items if not p.requires_grad), default=4)
+            for name, items in found.items()
+        }
         seen = _SavedByUnit()
         if batch is not None:
             dtype = Precision.of(precision).compute
@@ -129,7 +138,18 @@ def describe_units(
                 output = loss_of(call(model, inputs))
             del output
     names = ["", *(name for name in seen.order if name), *(name for name in numels if name and name not in seen.order)]
-    return [Unit(name, numels.get(name, ()), seen.kept(name), logits=0 if name else seen.tail) for name in names]
+    return [
+        Unit(
+            name,
+            numels.get(name, ()),
+            seen.kept(name),
+            inputs=seen.inputs.get(name),
+            logits=0 if name else seen.tail,
+            frozen=frozen.get(name, ()),
+            frozen_width=widths.get(name, 4),
+        )
+        for name in names
+    ]
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -157,7 +177,7 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and dtype is not None and parameter.is_floating_point():
                 if parameter not in made:
-                    made[parameter] = nn.Parameter(parameter.detach().to(dtype))
+                    made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = made[parameter]
 
 
@@ -167,27 +187,36 @@ class _SavedByUnit:
     Attributes:
         order: of the units' forwards.
         tail: bytes that the root saved after the last inner unit.
+        inputs: for each unit that `onecopy.Activations` would checkpoint, bytes of the arguments that it would keep.
     """
 
     def __init__(self) -> None:
         self.tail = 0.0
         self._nbytes: dict[str, float] = {}
         self.order: list[str] = []
+        self.inputs: dict[str, float] = {}
         self._whole: set[StorageWeakRef] = set()
         self._seen: dict[StorageWeakRef, Tensor] = {}
         self._inside = [""]
 
     def watch(self, model: nn.Module, units: Sequence[str]) -> None:
         self._whole = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
-        for name in filter(None, units):
-            model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: self._enter(name))
-            model.get_submodule(name).register_forward_hook(lambda *_: self._leave())
+        for name, module in ((name, model.get_submodule(name)) for name in filter(None, units)):
+            if next(module.children(), None) is not None and not any(name.startswith(f"{n}.") for n in self.inputs):
+                self.inputs[name] = 0.0
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: self._enter(name, [*args, *kwargs.values()]), with_kwargs=True
+            )
+            module.register_forward_hook(lambda *_: self._leave())
 
     def kept(self, name: str) -> float:
         """Bytes of a unit; of the root, those before its last inner unit."""
         return self._nbytes.get(name, 0.0)
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, arguments: list[Any]) -> None:
+        if name in self.inputs:
+            kept = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
+            self.inputs[name] += sum(tensor.numel() * tensor.element_size() for tensor in kept)
         self._nbytes[""] = self._nbytes.get("", 0.0) + self.tail
         self.tail = 0.0
         self._inside.append(name)

@@ -4,7 +4,8 @@ The paper's formulas (`memory.py`) say what is held between steps; this file add
 window and what is prefetched, gradients on their way, the temporaries of the update. It follows `sharding/` closely:
 
     forward    the root and the unit that computes are whole, ``prefetch`` more; stages 0 to 2 keep what was gathered
-    backward   the same, backwards; one unit's gradients arrive while those of the two before are being sent
+    backward   the same, backwards; one unit's gradients arrive while those of the one before are being sent; stages 1
+               and 2 let whole parameters go as it passes, in a step's last micro-batch
     step       slices alone (stage 3), the optimizer's states, its temporaries
 
 Bytes are those of tensors, by the meter's categories and three more (`CATEGORIES`).
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
-from onecopy.planner.buffers import optimizer_temporary_bytes, staging_bytes
+from onecopy.planner.buffers import optimizer_temporary_bytes, staging_bytes, staging_limit
 from onecopy.sharding.layout import ALIGNMENT, Layout
 from onecopy.stage import Stage
 
@@ -31,6 +32,7 @@ CATEGORIES: Final = (
     "gradients_sliced",
     "optimizer",
     "activations",
+    "checkpoints",
     "communication",
     "logits",
     "optimizer_temporaries",
@@ -44,21 +46,34 @@ class Unit:
 
     Attributes:
         name: "" is the root, whose forward contains all others.
-        numels: elements of each parameter.
+        numels: elements of each parameter that is trained.
+        frozen: of each that is not: it has no gradients and no optimizer states, and a bucket of its own.
+        frozen_width: bytes of an element of the latter's slices, which keep the dtype that they were built in.
         activations: bytes that its forward keeps for backward, of one micro-batch.
+        checkpoint: bytes of its inputs that a checkpoint around it keeps on the device, likewise.
         working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
+        inputs: bytes of its inputs, of which a checkpoint would keep all or a part; None where there is never one.
         logits: of the root, bytes kept after its last inner unit: the head's and the loss's, gone first in backward.
     """
 
     name: str
     numels: tuple[int, ...]
     activations: float = 0.0
+    checkpoint: float = 0.0
     working: float = 0.0
+    inputs: float | None = None
     logits: float = 0.0
+    frozen: tuple[int, ...] = ()
+    frozen_width: int = 4
 
     @property
     def parameters(self) -> int:
+        """Those that are trained."""
         return sum(self.numels)
+
+    @property
+    def all_parameters(self) -> int:
+        return sum(self.numels) + sum(self.frozen)
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,7 @@ class Schedule:
         widths: bytes of elements.
         optimizer_tensors: states of a parameter's shape in the master dtype; 2 for Adam.
         implementation: of the optimizer: "foreach", "fused" or "for-loop".
-        native: the backend has a reduce-scatter of its own (NCCL); gloo's transport stages what peers send instead.
+        native: the backend has a reduce-scatter of its own (NCCL); gloo's transport stages what peers send, too.
     """
 
     stage: int
@@ -113,6 +128,11 @@ class Schedule:
         return self.shard if Stage.of(self.stage).shards_optimizer else 1
 
     @property
+    def adds_up(self) -> bool:
+        """Whether slices are added to those of earlier micro-batches, whose memory stays."""
+        return self.micro_batches > 1 and Stage.of(self.stage).shards_gradients
+
+    @property
     def copies(self) -> int:
         return self.replicate if Stage.of(self.stage).shards_optimizer else self.shard * self.replicate
 
@@ -120,6 +140,19 @@ class Schedule:
 def layout(unit: Unit, plan: Schedule) -> Layout:
     """How the unit's parameters lie; with N slices, each a multiple of 8 elements for every copy."""
     return _layout(unit.numels, plan.slices, ALIGNMENT * plan.copies)
+
+
+def frozen_layout(unit: Unit, plan: Schedule) -> Layout:
+    """How the unit's frozen parameters lie."""
+    return _layout(unit.frozen, plan.slices, ALIGNMENT * plan.copies)
+
+
+def padded_numels(unit: Unit, plan: Schedule) -> tuple[int, int]:
+    """Elements of the flat buffers of what is trained in the unit and of what is frozen, padding included."""
+    return (
+        layout(unit, plan).padded_numel if unit.numels else 0,
+        frozen_layout(unit, plan).padded_numel if unit.frozen else 0,
+    )
 
 
 # Blocks are alike: one layout serves them all, over all options of a search.
@@ -142,7 +175,7 @@ def step_bytes(units: Sequence[Unit], plan: Schedule) -> dict[Phase, Sizes]:
         SettingsError: if there is no such stage.
     """
     highest: dict[Phase, Sizes] = {}
-    for phase, sizes in _moments([unit for unit in units if unit.numels], plan):
+    for phase, sizes in _moments([unit for unit in units if unit.all_parameters], plan):
         if phase not in highest or sum(sizes.values()) > sum(highest[phase].values()):
             highest[phase] = sizes
     return highest
@@ -150,7 +183,7 @@ def step_bytes(units: Sequence[Unit], plan: Schedule) -> dict[Phase, Sizes]:
 
 def held_between_steps(units: Sequence[Unit], plan: Schedule) -> Sizes:
     """Bytes by category when the optimizer has just stepped and gradients are still there."""
-    moments = [sizes for phase, sizes in _moments([u for u in units if u.numels], plan) if phase == "step"]
+    moments = [sizes for phase, sizes in _moments([u for u in units if u.all_parameters], plan) if phase == "step"]
     return {**moments[-1], "optimizer_temporaries": 0.0}
 
 
@@ -162,38 +195,63 @@ class _Held:
         self.plan = plan
         self.kind = Stage.of(plan.stage)
         self.layouts = [layout(unit, plan) for unit in units]
-        self.padded = [one.padded_numel for one in self.layouts]
-        self.slices = [one.slice_numel for one in self.layouts]
+        self.padded = [padded_numels(unit, plan)[0] for unit in units]
+        self.frozen = [padded_numels(unit, plan)[1] for unit in units]
+        self.slices = [numel // plan.slices for numel in self.padded]
         self.own = [_own_numel(one.numels, one.num_slices, one.multiple) for one in self.layouts]
         self.aliased = plan.slices == 1 and plan.widths.compute == plan.widths.master
         self.alone = plan.slices * plan.copies == 1
-        self.wire = plan.widths.accumulate if self.alone else plan.widths.reduce
+        self.staged = [0.0 if self.alone else self._staging(numel) for numel in self.padded]
         self.total = sum(self.padded)
+        # A bucket that is neither cut nor cast is its own whole.
+        self.frozen_whole = [
+            0 if plan.slices == 1 and plan.widths.compute == unit.frozen_width else numel
+            for unit, numel in zip(units, self.frozen, strict=True)
+        ]
         self.total_own = sum(self.own)
         self._base = self._constant()
 
     def _constant(self) -> Sizes:
         widths, plan = self.plan.widths, self.plan
         base: Sizes = dict.fromkeys(CATEGORIES, 0.0)
-        base["parameters_sliced"] = float(widths.master * sum(self.slices))
+        frozen = sum(u.frozen_width * numel for u, numel in zip(self.units, self.frozen, strict=True)) / plan.slices
+        base["parameters_sliced"] = widths.master * sum(self.slices) + frozen
         if plan.optimizer_tensors:
             counters = 4.0 * sum(len(unit.numels) for unit in self.units)
             base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
-        if not plan.native and not self.alone:
-            ranks = plan.slices if plan.slices > 1 else plan.copies
-            base["communication"] = staging_bytes(max(self.padded), ranks, self.wire)
+        base["communication"] = min(staging_limit(plan.native), max(self.staged, default=0.0))
         return base
+
+    def _staging(self, padded: int) -> float:
+        """Bytes of the buffers through which a bucket of so many elements would go at once; they may be smaller."""
+        plan = self.plan
+        over = plan.slices if plan.slices > 1 else plan.copies
+        return staging_bytes(padded, over, plan.widths.reduce, native=plan.native, all_reduces=plan.slices == 1)
+
+    def lingers(self, i: int) -> bool:
+        """Whether unit ``i`` is larger than a buffer, so that its gradients wait for their turn."""
+        return self.staged[i] > self._base["communication"]
 
     def sizes(self, **moving: float) -> Sizes:
         """All categories; those not given stay as they are all the time."""
         return self._base | moving
 
-    def gathered(self, present: Sequence[int]) -> float:
-        """Bytes of whole parameters while the units ``present`` are needed."""
-        if self.aliased:
-            return 0.0
-        numel = sum(self.padded[i] for i in set(present)) if self.kind.shards_parameters else self.total
-        return float(self.plan.widths.compute * numel)
+    def gathered(self, present: Sequence[int], done: Sequence[int] = ()) -> float:
+        """Bytes of whole parameters while the units ``present`` are needed.
+
+        Args:
+            present: units, in any order.
+            done: those whose last backward before the step is over; below stage 3 all others are still there, and
+                what is frozen too.
+        """
+        needed = set(present)
+        if self.kind.shards_parameters:
+            frozen = sum(self.frozen_whole[i] for i in needed)
+        else:
+            needed = set(range(len(self.units))) - (set(done) if self.kind.shards_optimizer else set())
+            frozen = sum(self.frozen_whole)
+        trained = sum(self.padded[i] for i in needed)
+        return float(self.plan.widths.compute * ((0 if self.aliased else trained) + frozen))
 
 
 def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Sizes]]:
@@ -207,7 +265,7 @@ def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Siz
     yield (
         "step",
         held.sizes(
-            parameters_gathered=held.gathered(()),
+            parameters_gathered=held.gathered((), range(len(units))),
             gradients_sliced=float(widths.gradient * held.total_own),
             optimizer_temporaries=temporaries,
         ),
@@ -229,8 +287,9 @@ class _Nesting:
     finished: list[int]
 
     @staticmethod
-    def of(units: Sequence[Unit]) -> _Nesting:
-        names = [unit.name for unit in units]
+    @lru_cache(maxsize=16)
+    def of(names: tuple[str, ...]) -> _Nesting:
+        """That of units of these names."""
         around: list[list[int]] = []
         inside: dict[int, list[int]] = {}
         for i, name in enumerate(names):
@@ -256,20 +315,22 @@ def _carried(held: _Held) -> tuple[float, float]:
     plan = held.plan
     if plan.micro_batches == 1:
         return 0.0, 0.0
-    if held.kind.shards_gradients:
+    if plan.adds_up:
         return 0.0, float(plan.widths.gradient * held.total_own)
     return float(plan.widths.accumulate * held.total), 0.0
 
 
 def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
     units, prefetch = held.units, held.plan.prefetch
-    nesting = _Nesting.of(units)
+    nesting = _Nesting.of(tuple(unit.name for unit in units))
     whole, sliced = _carried(held)
     common = {"gradients_whole": whole, "gradients_sliced": sliced}
-    kept = 0.0
+    kept = checkpoints = 0.0
     for i, unit in enumerate(units):
         kept += unit.activations
+        checkpoints += unit.checkpoint
         gathered = held.gathered([*nesting.around[i], *range(i + 1, min(i + 1 + prefetch, len(units)))])
+        common["checkpoints"] = checkpoints
         yield "forward", held.sizes(parameters_gathered=gathered, activations=kept + unit.working, **common)
     gathered = held.gathered([i for i, unit in enumerate(units) if unit.name == ""])
     logits = sum(unit.logits for unit in units)
@@ -277,11 +338,12 @@ def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
 
 
 def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
-    """Unit by unit: its gradients arrive; then they lie in the buffer that is sent, beside the one before."""
+    """Unit by unit: its gradients arrive; then they leave through the buffers, while the one before is finished."""
     units, widths, prefetch = held.units, held.plan.widths, held.plan.prefetch
-    nesting = _Nesting.of(units)
+    nesting = _Nesting.of(tuple(unit.name for unit in units))
     whole, sliced = _carried(held)
     kept = sum(unit.activations for unit in units)
+    checkpoints = sum(unit.checkpoint for unit in units)
     order = nesting.backward
     yield (
         "backward",
@@ -290,56 +352,59 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
             gradients_whole=whole,
             gradients_sliced=sliced,
             activations=kept,
+            checkpoints=checkpoints,
             logits=sum(unit.logits for unit in units),
         ),
     )
     place = {i: position for position, i in enumerate(order)}
     reached = 0
-    outgoing: list[int] = []
+    # What the one unit under way holds: gradients that have not been copied out, and the slice that they become.
+    leaving = becoming = 0.0
+    done: list[int] = []
     for i in nesting.finished:
         unit = units[i]
         reached = max(reached, place[i])
         coming = order[reached + 1 : reached + 1 + prefetch]
         arrived = float(widths.compute * unit.parameters)
-        sent = held.wire * sum(held.padded[k] for k in outgoing[-2:])
         # What the unit kept goes while its gradients come: the highest moment is either end.
-        for gradients, activations in ((0.0, kept + unit.working), (arrived, kept - unit.activations)):
+        for gradients, activations, left in (
+            (0.0, kept + unit.working, checkpoints),
+            (arrived, kept - unit.activations, checkpoints - unit.checkpoint),
+        ):
             yield (
                 "backward",
                 held.sizes(
-                    parameters_gathered=held.gathered([*nesting.around[i], *coming]),
-                    gradients_whole=whole + gradients + sent,
-                    gradients_sliced=sliced,
+                    parameters_gathered=held.gathered([*nesting.around[i], *coming], done),
+                    gradients_whole=whole + gradients + leaving,
+                    gradients_sliced=sliced + becoming,
                     activations=activations,
+                    checkpoints=left,
                 ),
             )
         kept -= unit.activations
-        if len(outgoing) > 1:
-            sliced = _reduced(held, outgoing[-2], sliced)
-        if whole:
-            # What micro-batches kept is turned into what is sent.
-            whole -= widths.accumulate * held.padded[i]
-        sent = held.wire * (held.padded[i] + sum(held.padded[k] for k in outgoing[-1:]))
-        if not held.alone:
-            outgoing.append(i)
+        checkpoints -= unit.checkpoint
+        if held.plan.micro_batches == 1:
+            done.append(i)
+        if not unit.numels:
+            continue
+        posted = float(widths.accumulate * held.slices[i])
         yield (
             "backward",
             held.sizes(
-                parameters_gathered=held.gathered([*nesting.around[i][:-1], *coming]),
-                gradients_whole=whole + arrived + sent,
-                gradients_sliced=sliced,
+                parameters_gathered=held.gathered([*nesting.around[i][:-1], *coming], done),
+                gradients_whole=whole + arrived + leaving,
+                gradients_sliced=sliced + becoming + posted,
                 activations=kept,
+                checkpoints=checkpoints,
             ),
         )
-        if held.alone:
-            sliced = _reduced(held, i, sliced)
-    for i in outgoing[-2:]:
-        sliced = _reduced(held, i, sliced)
-    yield "backward", held.sizes(parameters_gathered=held.gathered(()), gradients_sliced=sliced)
-
-
-def _reduced(held: _Held, i: int, sliced: float) -> float:
-    """Slices in `p.grad` once unit ``i`` is reduced; the first micro-batch's make the memory, later ones add to it."""
-    if held.kind.shards_gradients and held.plan.micro_batches > 1:
-        return sliced
-    return sliced + held.plan.widths.accumulate * held.slices[i]
+        if not held.plan.adds_up:
+            sliced += becoming
+        becoming = posted
+        leaving = arrived if held.lingers(i) else 0.0
+        if whole:
+            # What micro-batches have kept goes out, with this one's added.
+            whole -= widths.accumulate * held.padded[i]
+            leaving = float(widths.accumulate * held.padded[i]) if held.lingers(i) else 0.0
+    sliced += 0.0 if held.plan.adds_up else becoming
+    yield "backward", held.sizes(parameters_gathered=held.gathered((), range(len(units))), gradients_sliced=sliced)

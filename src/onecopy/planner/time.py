@@ -60,6 +60,7 @@ class StepSeconds(NamedTuple):
         exposed: seconds of them in which nothing is computed.
         update: the optimizer's step.
         transfer: what offloading adds and cannot hide.
+        tensor: messages of tensor parallelism and of partitioned checkpoints, all of which computing waits for.
     """
 
     compute: float
@@ -67,10 +68,11 @@ class StepSeconds(NamedTuple):
     exposed: float
     update: float = 0.0
     transfer: float = 0.0
+    tensor: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.exposed + self.update + self.transfer
+        return self.compute + self.exposed + self.update + self.transfer + self.tensor
 
 
 def overlap(

@@ -33,7 +33,7 @@ class StepElements(NamedTuple):
 
 
 def step_elements(
-    stage: int, parameters: float, shard: int, micro_batches: int = 1, replicate: int = 1
+    stage: int, parameters: float, shard: int, micro_batches: int = 1, replicate: int = 1, frozen: float = 0.0
 ) -> StepElements:
     """Elements of model states that one rank sends in one step.
 
@@ -46,6 +46,7 @@ def step_elements(
         shard: N, ranks that share one copy of the model states.
         micro_batches: g, backward passes in a step.
         replicate: how many such copies there are.
+        frozen: parameters on top that are not trained: stage 3 gathers them, elsewhere they stay as they are.
 
     Raises:
         SettingsError: if there is no such stage.
@@ -57,5 +58,6 @@ def step_elements(
     gathers = 2 * micro_batches if kind.shards_parameters else 1
     reduces = micro_batches if kind.shards_gradients else 1
     once = parameters * (shard - 1) / shard
+    unchanged = frozen * (shard - 1) / shard if kind.shards_parameters else 0.0
     slice_once = 2 * (parameters / shard) * (replicate - 1) / replicate
-    return StepElements(gathers * once, reduces * once, reduces * slice_once)
+    return StepElements(gathers * (once + unchanged), reduces * once, reduces * slice_once)

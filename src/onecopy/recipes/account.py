@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, Final
@@ -58,6 +59,8 @@ class Summary:
         bytes_sent_per_step: by operation.
         planned: what the planner expected, see `plan.py`; None if it was not asked.
         highest_memory: by category, the most bytes that a step's highest moment had.
+        highest_off_device: by category, the most bytes in host memory or files.
+        activations_sent_per_step: bytes of activation checkpoints that a rank sent over the tensor axis.
     """
 
     steps: int
@@ -79,6 +82,8 @@ class Summary:
     bytes_sent_per_step: dict[str, Sent]
     planned: dict[str, Any] | None = None
     highest_memory: dict[str, float] = field(default_factory=dict)
+    highest_off_device: dict[str, float] = field(default_factory=dict)
+    activations_sent_per_step: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,6 +109,7 @@ class Account:
         self._resumed_at = resumed_at
         self._planned = planned
         self._highest: dict[str, float] = {}
+        self._highest_off_device: dict[str, float] = {}
         self._config = config
         self._world = world
         self._ledger = onecopy.ledger(model)
@@ -142,15 +148,14 @@ class Account:
             "tokens_per_second": self._tokens / seconds,
             "bytes_sent": float(traffic.state_bytes),
             **{f"sent/{op}": float(traffic.bytes_sent(op)) for op in STATE_OPERATIONS},
+            "activations_sent": float(traffic.bytes_sent("activations")),
             "exposed_seconds": sum(entry.exposed for entry in traffic.entries),
             "peak_memory": float(peak_memory(self._world.device)),
             **{f"memory/{category}": float(nbytes) for category, nbytes in peak.items()},
+            "off_device/checkpoints": float(self._meter.off_device_peak.get("checkpoints", 0)),
         }
-        # The planner speaks of activations, whether autograd or a checkpoint keeps them.
-        measured = {**peak, "activations": peak["activations"] + peak["checkpoints"]}
-        del measured["checkpoints"]
-        for category, nbytes in measured.items():
-            self._highest[category] = max(self._highest.get(category, 0.0), float(nbytes))
+        _raise(self._highest, peak)
+        _raise(self._highest_off_device, {"checkpoints": 0} | self._meter.off_device_peak)
         self._meter.reset_peaks()
         return Record("train", step, values)
 
@@ -189,6 +194,8 @@ class Account:
             bytes_sent_per_step=self._bytes_sent(),
             planned=self._planned,
             highest_memory=self._highest,
+            highest_off_device=self._highest_off_device,
+            activations_sent_per_step=self._sent["activations"] / self._steps_counted,
         )
 
     def _bytes_sent(self) -> dict[str, Sent]:
@@ -209,6 +216,12 @@ class Account:
             sum(row.measured for row in rows.values()), elements.total * width, elements.total / self._padded
         )
         return rows
+
+
+def _raise(highest: dict[str, float], seen: Mapping[str, int]) -> None:
+    """Take over what is more than the most so far."""
+    for category, nbytes in seen.items():
+        highest[category] = max(highest.get(category, 0.0), float(nbytes))
 
 
 def peak_memory(device: torch.device) -> int:

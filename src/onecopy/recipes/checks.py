@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from onecopy.errors import SettingsError
+from onecopy.planner.tensor import check_tensor_parallel
 from onecopy.recipes.config import Config
 from onecopy.recipes.settings import keys
-from onecopy.recipes.tensor_parallel import check_tensor_parallel
 from onecopy.recipes.texts import find_files
 from onecopy.recipes.tokenizer import has_tokenizer
 from onecopy.stage import Stage

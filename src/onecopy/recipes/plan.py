@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from onecopy.errors import SettingsError
+from onecopy.planner.activations import share_of_layer
+from onecopy.planner.describe import transformer_of
+from onecopy.planner.estimate import Job, Option, step_seconds
 from onecopy.planner.machine import GPUS, Machine
+from onecopy.planner.shape import Checkpointing, Shape, Transformer, checkpointed, is_block, kept_bytes
 from onecopy.planner.simulate import describe_units
-from onecopy.planner.step import Phase, Schedule, Sizes, Unit, Widths, layout, step_bytes
-from onecopy.planner.time import overlap, step_flops
+from onecopy.planner.step import Phase, Schedule, Sizes, Unit, padded_numels, step_bytes
+from onecopy.planner.tensor import cut
 from onecopy.planner.traffic import step_elements
 from onecopy.recipes.config import Config
 from onecopy.recipes.model import build_architecture
@@ -21,7 +27,7 @@ _TIMED: Final[tuple[Phase, ...]] = ("forward", "backward", "step")
 
 
 def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | None:
-    """What `summary.json` holds as "planned"; None where fake tensors cannot run the model, or parameters are frozen.
+    """What `summary.json` holds as "planned"; None where fake tensors cannot run the model.
 
     Activations come from one forward of the model on fake tensors, all else from formulas.
 
@@ -31,10 +37,13 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
 
     Returns:
         ``memory``: bytes by the meter's categories at a step's highest moment; with activations, as the profiled step
-        counts them. ``bytes_sent`` by a rank in a step. ``seconds`` of a step, on a GPU whose figures are known.
+        counts them, to which what a block recomputes is not visible. ``off_device``: bytes by category in host memory
+        or files. ``bytes_sent`` by a rank in a step, and ``activations_sent`` to ranks with which it shares samples.
+        ``seconds`` of a step, on a GPU whose figures are known.
     """
     parallel = config.parallel
-    micro_batch = config.data.batch // (world.size * parallel.accumulate)
+    copies = world.size // parallel.tensor
+    micro_batch = config.data.batch // (copies * parallel.accumulate)
 
     def batch() -> dict[str, Any]:
         tokens = torch.zeros(micro_batch, config.data.sequence_length, dtype=torch.long)
@@ -45,28 +54,70 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     except (SettingsError, RuntimeError):
         # No plan is no reason not to train: a model may look at values, which fake tensors have not.
         return None
-    schedule = Schedule(
+    sizes = _sizes(config, vocabulary)
+    option = Option(
         parallel.stage,
-        world.size // parallel.replicate,
-        parallel.replicate,
+        micro_batch,
         parallel.accumulate,
+        _checkpointing(config),
+        "none",
+        copies // parallel.replicate,
+        parallel.replicate,
         parallel.prefetch,
-        Widths.of(parallel.precision),
-        implementation=config.optimizer.implementation,
-        native=world.device.type != "cpu",
+        parallel.tensor,
     )
+    job = Job(
+        Shape("", tuple(units), sizes), config.data.sequence_length, parallel.precision, config.optimizer.implementation
+    )
+    schedule = replace(option.schedule(job), native=world.device.type != "cpu")
+    if sizes is not None:
+        units = cut(units, sizes.hidden, parallel.tensor)
+    units = [_as_counted(unit, option) for unit in units]
     # Activations are counted in the profiled step alone, and move the highest moment there.
-    plain = [Unit(unit.name, unit.numels) for unit in units]
+    plain = [replace(unit, activations=0.0, logits=0.0) for unit in units]
     moments = [_highest(step_bytes(plain, schedule)), _first_step(plain, schedule)]
     if config.run.profile_step:
         moments.append(_highest(step_bytes(units, schedule)))
     memory = {name: max(moment[name] for moment in moments) for name in moments[0]}
-    psi = sum(_padded(unit, schedule) for unit in units if unit.numels)
+    psi = sum(padded_numels(unit, schedule)[0] for unit in units)
     elements = step_elements(parallel.stage, psi, schedule.shard, schedule.micro_batches, schedule.replicate)
-    planned: dict[str, Any] = {"memory": memory, "bytes_sent": elements.total * schedule.widths.reduce}
-    if (seconds := _seconds(config, world, units, schedule)) is not None:
-        planned["seconds"] = seconds
+    kept = sum(kept_bytes(unit, option.checkpointing, parallel.tensor) for unit in units)
+    gathered = kept * (parallel.tensor - 1) * parallel.accumulate
+    planned: dict[str, Any] = {
+        "memory": memory,
+        "off_device": {"checkpoints": kept if option.checkpointing.endswith("+cpu") else 0.0},
+        "bytes_sent": elements.total * schedule.widths.reduce,
+        "activations_sent": gathered if option.checkpointing.startswith("P_a") else 0.0,
+    }
+    if (machine := _machine(world)) is not None:
+        planned["seconds"] = step_seconds(job, machine, option, schedule, units)[0].total
     return planned
+
+
+def _checkpointing(config: Config) -> Checkpointing:
+    """The planner's name for what the config says of activations."""
+    chosen, cuts = config.activations, config.activations.partition and config.parallel.tensor > 1
+    if not chosen.recompute:
+        return "off"
+    if chosen.keep_on == "device":
+        return "P_a" if cuts else "units"
+    return "P_a+cpu" if cuts else "units+cpu"
+
+
+def _sizes(config: Config, vocabulary: int) -> Transformer | None:
+    """Those of the small GPT-2, or in the config of a given model."""
+    small, path = config.model, Path(config.model.path)
+    if not small.path:
+        return Transformer(small.layers, small.hidden, small.heads, vocabulary)
+    file = path / "config.json" if path.is_dir() else path
+    return transformer_of(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _as_counted(unit: Unit, option: Option) -> Unit:
+    """A unit of whole blocks as the meter sees it on one of the tensor ranks."""
+    share = share_of_layer(option.tensor) if is_block(unit) else 1.0
+    unit = replace(unit, activations=unit.activations * share)
+    return replace(checkpointed(unit, option.checkpointing, option.tensor), working=0.0)
 
 
 def _highest(peaks: dict[Phase, Sizes]) -> Sizes:
@@ -87,31 +138,12 @@ def _first_step(units: list[Unit], schedule: Schedule) -> Sizes:
     return _highest({**before, "step": peaks["step"]})
 
 
-def _padded(unit: Unit, schedule: Schedule) -> int:
-    return layout(unit, schedule).padded_numel
-
-
-def _seconds(config: Config, world: World, units: list[Unit], schedule: Schedule) -> float | None:
+def _machine(world: World) -> Machine | None:
+    """The GPUs that this runs on; None where their figures are not known."""
     if world.device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(world.device).lower().replace(" ", "")
     known = next((gpu for key, gpu in GPUS.items() if key in name), None)
     if known is None:
         return None
-    here = torch.cuda.device_count()
-    machine = Machine(world.size, known, nodes=max(1, world.size // here))
-    tokens = config.data.batch // world.size * config.data.sequence_length
-    widths = schedule.widths
-    padded = [_padded(unit, schedule) for unit in units if unit.numels]
-    operations = step_flops(sum(unit.parameters for unit in units), tokens)
-    found = overlap(
-        schedule.stage,
-        [(widths.compute * numel, widths.reduce * numel) for numel in padded],
-        operations / machine.flops(None) * (2 if config.parallel.precision == "fp32" else 1),
-        shard=schedule.shard,
-        replicate=schedule.replicate,
-        micro_batches=schedule.micro_batches,
-        link=machine.shard_link(schedule.shard),
-        replicate_link=machine.replicate_link(schedule.shard),
-    )
-    return found.total
+    return Machine(world.size, known, nodes=max(1, world.size // torch.cuda.device_count()))

@@ -109,7 +109,7 @@ def print_summary(console: Console, summary: Summary) -> None:
             soft_wrap=True,
         )
     else:
-        console.print("one rank: nothing was sent")
+        console.print("model states lie on one rank: none were sent")
     _print_planned(console, summary)
 
 
@@ -121,6 +121,11 @@ def _print_planned(console: Console, summary: Summary) -> None:
     for column in ("", "planned", "measured", "difference"):
         table.add_column(column, justify="right" if column else "left")
     rows = [(kind, size, summary.highest_memory.get(kind)) for kind, size in summary.planned["memory"].items()]
+    rows += [
+        (f"{kind}, off the device", size, summary.highest_off_device.get(kind))
+        for kind, size in summary.planned["off_device"].items()
+    ]
+    rows.append(("activations sent per step", summary.planned["activations_sent"], summary.activations_sent_per_step))
     rows.append(("sent per step", summary.planned["bytes_sent"], summary.bytes_sent_per_step["total"].measured))
     for kind, planned, measured in rows:
         if planned or measured:

@@ -10,32 +10,14 @@ weight as the model has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.errors import SettingsError
-
-KNOWN: Final = ("gpt2", "llama", "mistral", "qwen2")
-"""`model_type`s of transformers."""
-
-
-def check_tensor_parallel(settings: Mapping[str, Any], ranks: int) -> str | None:
-    """Why a model cannot be spread over ``ranks``, None if it can.
-
-    Args:
-        settings: the model's config, as in its config.json.
-    """
-    kind = settings.get("model_type")
-    if kind not in KNOWN:
-        return f"parallel.tensor knows models of type {', '.join(KNOWN)}; this one is {kind!r}: set it to 1"
-    heads = settings.get("n_head", settings.get("num_attention_heads"))
-    for name, count in (("attention", heads), ("key and value", settings.get("num_key_value_heads"))):
-        if count is not None and count % ranks:
-            return f"parallel.tensor ({ranks}) must divide the model's {count} {name} heads"
-    return None
+from onecopy.planner.tensor import check_tensor_parallel
 
 
 def parallelize(model: Any, tensor: DeviceMesh) -> None:

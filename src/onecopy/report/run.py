@@ -24,6 +24,7 @@ CATEGORIES: Final = {
     "gradients_sliced": "gradients, sliced",
     "optimizer": "optimizer states",
     "activations": "activations",
+    "checkpoints": "activation checkpoints",
     "communication": "communication buffers",
     "other": "other",
 }

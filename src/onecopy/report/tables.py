@@ -139,6 +139,13 @@ def planned(run: Run) -> Table | None:
     for kind, size in plan.get("memory", {}).items():
         seen = [step["memory"][kind] for step in run.steps if kind in step.get("memory", {})]
         rows.append(_planned_row(label(kind), size, max(seen, default=None), megabytes))
+    for kind, size in plan.get("off_device", {}).items():
+        held = [step["off_device"][kind] for step in run.steps if kind in step.get("off_device", {})]
+        if size or any(held):
+            rows.append(_planned_row(f"{label(kind)}, off the device", size, max(held, default=None), megabytes))
+    if plan.get("activations_sent"):
+        sent = run.summary.get("activations_sent_per_step")
+        rows.append(_planned_row("activations sent per step", plan["activations_sent"], sent, megabytes))
     if "bytes_sent" in plan:
         measured = run.summary.get("bytes_sent_per_step", {}).get("total", {}).get("measured")
         rows.append(_planned_row("sent per step", plan["bytes_sent"], measured, megabytes))

@@ -305,7 +305,7 @@ class Engine:
         if not unit.is_computing:
             unit.show_sliced()
         if self._releases_after_backward and not unit.in_use:
-            unit.release()
+            unit.release(frozen=self.stage.shards_parameters)
 
     def _end_of_backward(self) -> None:
         # Others may need these gathers before they can send the gradients that are waited for here.
@@ -326,7 +326,7 @@ class Engine:
                 visit.began = visit.ended = False
             unit.show_sliced()
             if self._releases_after_backward:
-                unit.release()
+                unit.release(frozen=self.stage.shards_parameters)
         self._visited.clear()
         self._in_backward = False
         self.ledger.phase = "step"

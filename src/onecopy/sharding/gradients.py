@@ -27,12 +27,13 @@ from onecopy.comm.collective import Collective
 from onecopy.comm.dtensors import local_of
 from onecopy.comm.outgoing import Flat, Outgoing
 from onecopy.errors import UsageError
+from onecopy.memory.strides import memory_order
 from onecopy.sharding.arrived import ArrivedGradients
 from onecopy.sharding.bucket import Bucket, Entry
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.narrow import gradient_slice
 from onecopy.sharding.pending import PendingGradient
-from onecopy.sharding.sliced import SlicedTensor, memory_order
+from onecopy.sharding.sliced import SlicedTensor
 
 
 class _Gradient:

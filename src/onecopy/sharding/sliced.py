@@ -19,6 +19,7 @@ from torch import Tensor
 
 from onecopy.comm.mesh import Axis
 from onecopy.errors import UsageError
+from onecopy.memory.strides import memory_order
 from onecopy.sharding import checkpointable
 from onecopy.sharding.tensor_parallel import TensorSpec
 
@@ -180,11 +181,6 @@ class SlicedTensor(torch.Tensor):
 def flatten(whole: Tensor, strides: tuple[int, ...]) -> Tensor:
     """The elements of ``whole`` in the memory order of a dense tensor with ``strides``, 1-D; a view where it can be."""
     return whole.permute(memory_order(strides)).reshape(-1)
-
-
-def memory_order(strides: tuple[int, ...]) -> list[int]:
-    """Dimensions from the slowest to the fastest in memory."""
-    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:

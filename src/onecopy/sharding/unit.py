@@ -136,9 +136,11 @@ class Unit:
         for bucket in self.buckets:
             bucket.finish_gather()
 
-    def release(self) -> None:
+    def release(self, *, frozen: bool = True) -> None:
+        """Give whole parameters back; with ``frozen`` False only those that an optimizer changes."""
         for bucket in self.buckets:
-            bucket.release()
+            if frozen or bucket.trainable:
+                bucket.release()
 
     def show_whole(self) -> None:
         for bucket in self.buckets:
