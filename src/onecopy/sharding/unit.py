@@ -60,6 +60,7 @@ class Unit:
     Attributes:
         gradients: those of its trainable buckets.
         visits: recorded forwards whose graphs are alive.
+        entered: those among them whose backward has begun in the backward that runs now.
         unrecorded: forwards without a graph inside a recorded forward of the model: reentrant activation checkpoints,
             which will record them when they recompute.
         passages: forwards that are running now; more than one when the unit calls itself.
@@ -73,6 +74,7 @@ class Unit:
         self.buckets = tuple(buckets)
         self.gradients: tuple[Gradients, ...] = ()
         self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self.entered: list[Visit] = []
         self.unrecorded = 0
         self.passages: list[Passage] = []
         self.holds = False
@@ -89,7 +91,7 @@ class Unit:
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs through the unit now."""
-        return bool(self.passages) or any(visit.began and not visit.ended for visit in self.visits)
+        return bool(self.passages) or not all(visit.ended for visit in self.entered)
 
     @property
     def in_use(self) -> bool:
@@ -119,6 +121,25 @@ class Unit:
         visit = Visit(self.changes)
         self.visits.add(visit)
         return visit
+
+    def enter(self, visit: Visit) -> None:
+        """The backward of ``visit`` begins."""
+        visit.began = True
+        self.entered.append(visit)
+
+    def exit(self, visit: Visit) -> None:
+        """The backward of ``visit`` has run. Of outputs that no hook could watch, nobody saw it begin."""
+        if not visit.began:
+            self.enter(visit)
+        visit.ended = True
+
+    def leave(self) -> None:
+        """The backward that ran is over. A graph that was retained may run backward again."""
+        for visit in self.entered:
+            visit.began = visit.ended = False
+        self.entered.clear()
+        self.holds = self.finished = False
+        self.unrecorded = 0
 
     def check_visit(self, visit: Visit) -> None:
         """Raise `UsageError` if the parameters changed between a forward and its backward."""
