@@ -8,10 +8,9 @@ for. `Collective` runs it: to the first wait when it is issued, on to the next a
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import Final, NoReturn, Protocol
+from typing import Final, NamedTuple, NoReturn, Protocol
 
 from onecopy.comm.cross_memory import Fetch, Offer
 from onecopy.comm.ledger import Ledger
@@ -34,8 +33,7 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> object: ...
 
 
-@dataclass(frozen=True)
-class Posted:
+class Posted(NamedTuple):
     """A message under way and the rank at its other end (None: all of them)."""
 
     work: Work
@@ -49,8 +47,7 @@ It returns what its own result does not depend on: messages that peers may still
 """
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """What a collective is for, as the ledger and an error message name it."""
 
     op: str

@@ -70,7 +70,7 @@ class Transport(Protocol):
     """The collectives the engine needs. ``whole`` is flat, of `size` equal slices; ``tag`` names the collective."""
 
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        """Fill ``whole`` with every rank's ``mine``; this rank's is already in place. Sends (N-1)/N of ``whole``.
+        """Fill ``whole`` with every rank's ``mine``, this rank's too. Sends (N-1)/N of ``whole``.
 
         ``mine`` may be read by peers until the collective is settled.
         """
@@ -98,6 +98,9 @@ class DirectExchange:
         slices = whole.chunk(peers.size)
         received = [_receive(peers, slices[peer], peer, tag) for peer in peers.others()]
         sent = [_send(peers, mine, peer, tag) for peer in peers.others()]
+        own = slices[peers.rank]
+        if own.data_ptr() != mine.data_ptr():
+            own.copy_(mine)
         yield received
         return sent
 
@@ -170,8 +173,6 @@ class NativeCalls:
         self._staging = staging
 
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        # NCCL gathers in place, and saves a copy, when its input is where its output goes.
-        mine = whole[peers.rank * mine.numel() : (peers.rank + 1) * mine.numel()]
         yield _native(dist.all_gather_single(whole, mine, group=peers.group, async_op=True))
         return []
 
