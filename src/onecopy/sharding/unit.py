@@ -79,6 +79,7 @@ class Unit:
         self.passages: list[Passage] = []
         self.holds = False
         self.finished = False
+        self._shows_whole = False
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {sum(len(b.entries) for b in self.buckets)} parameters)"
@@ -162,12 +163,17 @@ class Unit:
             bucket.release()
 
     def show_whole(self) -> None:
+        """Let modules hold the whole parameters; only while they are gathered."""
+        self._shows_whole = True
         for bucket in self.buckets:
             bucket.show_whole()
 
     def show_sliced(self) -> None:
-        for bucket in self.buckets:
-            bucket.show_sliced()
+        """Let modules hold the sliced parameters again, if they do not."""
+        if self._shows_whole:
+            self._shows_whole = False
+            for bucket in self.buckets:
+                bucket.show_sliced()
 
     def shows(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at the unit's whole parameters."""
