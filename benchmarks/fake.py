@@ -57,12 +57,10 @@ def _call(op: str, numel: int, num_ranks: int) -> Callable[[], object]:
     """The collective as `NativeCalls` in comm/transport.py issues it, on slices of ``numel`` elements."""
     whole, own = torch.zeros(numel * num_ranks), torch.zeros(numel)
 
-    def wait(work: dist.Work | None) -> None:
-        assert work is not None
-        work.wait()
-
+    group = dist.group.WORLD
+    assert group is not None
     if op == "all_gather":
-        return lambda: wait(dist.all_gather_single(whole, own, async_op=True))
+        return lambda: group.all_gather_single(whole, own).wait()
     if op == "reduce_scatter":
-        return lambda: wait(dist.reduce_scatter_single(own, whole, async_op=True))
-    return lambda: wait(dist.all_reduce(whole, async_op=True))
+        return lambda: group.reduce_scatter_single(own, whole, dist.ReduceScatterOptions()).wait()
+    return lambda: group.allreduce([whole]).wait()
