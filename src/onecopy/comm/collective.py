@@ -16,6 +16,7 @@ from onecopy.comm.cross_memory import Fetch, Offer
 from onecopy.comm.ledger import Ledger
 from onecopy.errors import CollectiveError, CollectiveTimeout
 
+_THROUGH_MEMORY: Final = (Offer, Fetch)
 _A_LOOK: Final = timedelta(milliseconds=10)
 
 
@@ -107,8 +108,10 @@ class Collective:
 
         That is known of messages through memory alone, and NCCL's calls must not be made whenever a rank is ready.
         """
-        works = () if self._posted is None else [posted.work for posted in self._posted]
-        if works and all(isinstance(work, Offer | Fetch) and work.has_come() for work in works):
+        for posted in self._posted or ():
+            if not isinstance(posted.work, _THROUGH_MEMORY) or not posted.work.has_come():
+                return False
+        if self._posted:
             self.advance()
             return True
         return False

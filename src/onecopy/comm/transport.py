@@ -197,14 +197,16 @@ class NativeCalls:
         with self._staging.borrow(peers.size + casts, out.numel(), outgoing.dtype, out.device) as loan:
 
             def post(number: int) -> Exchanged:
-                rows = loan.piece(number)
-                own, total = rows[: peers.size], rows[peers.size] if casts else out[slice(*loan.pieces[number])]
-                copy_slices(outgoing, own, loan.pieces[number][0])
+                own, (start, stop) = loan.piece(number), loan.pieces[number]
+                total = out[start:stop]
+                if casts:
+                    own, total = own[:-1], own[-1]
+                copy_slices(outgoing, own, start)
                 return _native(peers.group.reduce_scatter_single(total, own.view(-1), self._reduce_scatter)), []
 
             def take(number: int) -> None:
                 if casts:
-                    out[slice(*loan.pieces[number])].copy_(loan.piece(number)[peers.size])
+                    out[slice(*loan.pieces[number])].copy_(loan.piece(number)[-1])
 
             yield from _through(loan, post, take, outgoing)
         if not self._averages:

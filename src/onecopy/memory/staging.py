@@ -6,9 +6,11 @@ and lent again, so a steady training loop allocates none. The bound is an upper 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -49,15 +51,22 @@ class Loan:
     columns: int
     numel: int
 
-    @property
+    @cached_property
     def pieces(self) -> list[tuple[int, int]]:
         """Where the pieces of a slice begin and end, in elements."""
         return [(start, min(start + self.columns, self.numel)) for start in range(0, self.numel, self.columns)]
 
+    @cached_property
+    def _widest(self) -> list[Tensor]:
+        return [bank.view(self.rows, self.columns) for bank in self.banks]
+
     def piece(self, number: int) -> Tensor:
         """Memory for piece ``number``, of shape (rows, elements), contiguous; that of the piece a bank earlier."""
+        bank = number % len(self.banks)
         width = min(self.columns, self.numel - number * self.columns)
-        return self.banks[number % len(self.banks)][: self.rows * width].view(self.rows, width)
+        if width == self.columns:
+            return self._widest[bank]
+        return self.banks[bank][: self.rows * width].view(self.rows, width)
 
 
 class Staging:
@@ -72,7 +81,7 @@ class Staging:
         self._limit = limit
         self._on_change = on_change
         self._arena = Arena()
-        self._shelves: dict[torch.device, _Shelf] = {}
+        self._shelves: defaultdict[torch.device, _Shelf] = defaultdict(_Shelf)
 
     @contextmanager
     def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Loan]:
@@ -82,7 +91,7 @@ class Staging:
         if rows * numel * dtype.itemsize > limit:
             banks, columns = 2, max(1, min(numel, limit // (2 * rows * dtype.itemsize)))
         needed = banks * rows * columns * dtype.itemsize
-        shelf = self._shelves.setdefault(device, _Shelf())
+        shelf = self._shelves[device]
         if needed > shelf.nbytes:
             # Smaller ones would not be lent again once the largest unit has been seen.
             for _ in range(len(shelf.idle)):
@@ -91,21 +100,38 @@ class Staging:
             shelf.idle = [self._make(needed, device) for _ in range(_LOANS)]
         buffer = shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
         try:
-            yield Loan(buffer[:needed].view(dtype).split(rows * columns), rows, columns, numel)
+            yield buffer.lend(dtype, banks, rows, columns, numel)
         finally:
             if buffer.nbytes == shelf.nbytes:
                 shelf.idle.append(buffer)
             else:
                 self._count(-buffer.nbytes)
 
-    def _make(self, nbytes: int, device: torch.device) -> Tensor:
+    def _make(self, nbytes: int, device: torch.device) -> _Buffer:
         self._count(nbytes)
         with torch.inference_mode(False):
-            return self._arena.empty("communication", nbytes, torch.uint8, device)
+            return _Buffer(self._arena.empty("communication", nbytes, torch.uint8, device))
 
     def _count(self, nbytes: int) -> None:
         if self._on_change is not None:
             self._on_change(nbytes)
+
+
+class _Buffer:
+    """Memory and every way in which it was lent: units come again each step, and so do the views of it."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.nbytes = memory.nbytes
+        self._memory = memory
+        self._loans: dict[tuple[torch.dtype, int, int, int, int], Loan] = {}
+
+    def lend(self, dtype: torch.dtype, banks: int, rows: int, columns: int, numel: int) -> Loan:
+        key = (dtype, banks, rows, columns, numel)
+        loan = self._loans.get(key)
+        if loan is None:
+            flat = self._memory[: banks * rows * columns * dtype.itemsize].view(dtype)
+            loan = self._loans[key] = Loan(flat.split(rows * columns), rows, columns, numel)
+        return loan
 
 
 @dataclass
@@ -113,4 +139,4 @@ class _Shelf:
     """The buffers of one device that are not lent, all of the same size."""
 
     nbytes: int = 0
-    idle: list[Tensor] = field(default_factory=list)
+    idle: list[_Buffer] = field(default_factory=list)
