@@ -30,11 +30,13 @@ def find_tensors(value: Any) -> list[Tensor]:
 def _find(value: Any, found: list[Tensor], depth: int) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, _OPAQUE) or depth > _MAX_DEPTH:
+    elif depth > _MAX_DEPTH:
         return
     elif isinstance(value, _COLLECTIONS):
         for item in value:
             _find(item, found, depth + 1)
+    elif isinstance(value, _OPAQUE):
+        return
     elif isinstance(value, Mapping):
         for item in value.values():
             _find(item, found, depth + 1)
@@ -51,7 +53,7 @@ def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], depth: int =
     """
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, _OPAQUE) or depth > _MAX_DEPTH:
+    if depth > _MAX_DEPTH:
         return value
     if isinstance(value, _SEQUENCES):
         replaced = [replace_tensors(item, change, depth + 1) for item in value]
@@ -67,6 +69,8 @@ def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], depth: int =
         copy = value.copy()
         copy.update(items)
         return copy
+    if isinstance(value, _OPAQUE):
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         changed = {name: replace_tensors(item, change, depth + 1) for name, item in fields.items()}
