@@ -56,17 +56,10 @@ class Loan:
         """Where the pieces of a slice begin and end, in elements."""
         return [(start, min(start + self.columns, self.numel)) for start in range(0, self.numel, self.columns)]
 
-    @cached_property
-    def _widest(self) -> list[Tensor]:
-        return [bank.view(self.rows, self.columns) for bank in self.banks]
-
     def piece(self, number: int) -> Tensor:
         """Memory for piece ``number``, of shape (rows, elements), contiguous; that of the piece a bank earlier."""
-        bank = number % len(self.banks)
         width = min(self.columns, self.numel - number * self.columns)
-        if width == self.columns:
-            return self._widest[bank]
-        return self.banks[bank][: self.rows * width].view(self.rows, width)
+        return self.banks[number % len(self.banks)][: self.rows * width].view(self.rows, width)
 
 
 class Staging:
@@ -100,38 +93,22 @@ class Staging:
             shelf.idle = [self._make(needed, device) for _ in range(_LOANS)]
         buffer = shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
         try:
-            yield buffer.lend(dtype, banks, rows, columns, numel)
+            flat = buffer[:needed].view(dtype)
+            yield Loan((flat,) if banks == 1 else flat.split(rows * columns), rows, columns, numel)
         finally:
             if buffer.nbytes == shelf.nbytes:
                 shelf.idle.append(buffer)
             else:
                 self._count(-buffer.nbytes)
 
-    def _make(self, nbytes: int, device: torch.device) -> _Buffer:
+    def _make(self, nbytes: int, device: torch.device) -> Tensor:
         self._count(nbytes)
         with torch.inference_mode(False):
-            return _Buffer(self._arena.empty("communication", nbytes, torch.uint8, device))
+            return self._arena.empty("communication", nbytes, torch.uint8, device)
 
     def _count(self, nbytes: int) -> None:
         if self._on_change is not None:
             self._on_change(nbytes)
-
-
-class _Buffer:
-    """Memory and every way in which it was lent: units come again each step, and so do the views of it."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.nbytes = memory.nbytes
-        self._memory = memory
-        self._loans: dict[tuple[torch.dtype, int, int, int, int], Loan] = {}
-
-    def lend(self, dtype: torch.dtype, banks: int, rows: int, columns: int, numel: int) -> Loan:
-        key = (dtype, banks, rows, columns, numel)
-        loan = self._loans.get(key)
-        if loan is None:
-            flat = self._memory[: banks * rows * columns * dtype.itemsize].view(dtype)
-            loan = self._loans[key] = Loan(flat.split(rows * columns), rows, columns, numel)
-        return loan
 
 
 @dataclass
@@ -139,4 +116,4 @@ class _Shelf:
     """The buffers of one device that are not lent, all of the same size."""
 
     nbytes: int = 0
-    idle: list[_Buffer] = field(default_factory=list)
+    idle: list[Tensor] = field(default_factory=list)
