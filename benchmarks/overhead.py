@@ -12,6 +12,7 @@ processor's for this process, so that what else the machine does counts little. 
 
 It should not depend on N, and grow with the number of units only: the two tables that are printed.
 
+`--group silent` takes a group whose collectives cost next to nothing at any N, which is the fairer look at many ranks.
 `--systems fully_shard` measures torch's own fully_shard in the same way, as stage 3. Its collectives are taken to be
 as many and as large as onecopy's, which is so for few ranks (it pads each parameter, not each unit).
 """
@@ -90,9 +91,9 @@ class Stepper:
         return dict(zip(PHASES, (forward - start, backward - forward, end - backward), strict=True))
 
 
-def measure(case: Case, rounds: int, warmup: int = 3, profile: bool = False) -> Measured:
+def measure(case: Case, rounds: int, warmup: int = 3, profile: bool = False, group: str = "fake") -> Measured:
     """Interleaved steps of one case on a group of its own."""
-    with fake_group(case.ranks):
+    with fake_group(case.ranks, group):
         plain = Stepper(Narrow(case.kind, case.layers))
         model = onecopy.shard(Narrow(case.kind, case.layers), case.stage)
         sharded = Stepper(model)
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024])
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--systems", nargs="+", choices=("onecopy", "fully_shard"), default=["onecopy"])
+    parser.add_argument("--group", choices=("fake", "silent"), default="fake")
     parser.add_argument("--kind", nargs="+", choices=("linear", "block"), default=["linear", "block"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="print cProfile's top lines of each case")
@@ -193,14 +195,16 @@ def main() -> None:
         for stage in (options.stages if system == "onecopy" else [3])
         for layers, ranks in dict.fromkeys(by_ranks + by_layers)
     ]
-    found = {case: measure(case, options.rounds, profile=options.profile) for case in cases}
+    found = {case: measure(case, options.rounds, profile=options.profile, group=options.group) for case in cases}
     print(f"Microseconds of the engine per unit and step = forward + backward + optimizer step; target {TARGET:.0f}.")
-    print("In brackets, and not in the sum: the fake group's own collectives.\n")
+    print("In brackets, and not in the sum: the group's own collectives.\n")
     for columns, wanted in (("ranks", by_ranks), ("layers", by_layers)):
         print(table([one for case, one in found.items() if (case.layers, case.ranks) in wanted], columns) + "\n")
     if options.json:
         measured = [one.to_json() for one in found.values()]
-        options.json.write_text(json.dumps({"torch": torch.__version__, "measured": measured}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"torch": torch.__version__, "group": options.group, "measured": measured}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
