@@ -366,6 +366,7 @@ class Engine:
             self.recover()
         self._reducer.settle()
         self.ledger.phase = "step"
+        self._count_gradients()
         self._step_began = perf_counter()
 
     def step_done(self, optimizer: object, state_bytes: int) -> None:
