@@ -4,6 +4,9 @@ Its collectives return at once with numbers that mean nothing, so all the Python
 are not free, though: a gather copies this rank's slice into each of N places. `Replay` does a step's collectives and
 nothing else, so that their time can be told from the engine's.
 
+A gather over 1024 ranks makes 1024 tensors, which takes longer than the engine and leaves the processor's caches cold.
+The silent group is for what is to be compared over many ranks: its collectives write zeros, at once.
+
 One private torch module, read in torch 2.13: `torch.testing._internal.distributed.fake_pg`.
 """
 
@@ -11,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from onecopy.comm.ledger import Entry
@@ -22,10 +26,49 @@ from onecopy.comm.ledger import Entry
 PHASES: Final = ("forward", "backward", "step")
 
 
+class _Done(dist.Work):
+    def wait(self, *_: object) -> bool:
+        return True
+
+
+class _SilentGroup(dist.ProcessGroup):
+    """The collectives that a step of onecopy calls, and no others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._done = _Done()
+
+    def name(self) -> str:
+        return "silent"
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def all_gather_single(self, output: Tensor, *_: object) -> dist.Work:
+        output.zero_()
+        return self._done
+
+    def reduce_scatter_single(self, output: Tensor, *_: object) -> dist.Work:
+        output.zero_()
+        return self._done
+
+    def allreduce(self, *_: object) -> dist.Work:
+        return self._done
+
+    def scatter(self, *_: object) -> dist.Work:
+        return self._done
+
+    def allgather(self, *_: object) -> dist.Work:
+        return self._done
+
+
+dist.Backend.register_backend("silent", lambda _, rank, size, __: _SilentGroup(rank, size), devices=["cpu"])
+
+
 @contextmanager
-def fake_group(num_ranks: int) -> Iterator[None]:
-    """Be rank 0 of ``num_ranks`` for a while."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+def fake_group(num_ranks: int, backend: str = "fake") -> Iterator[None]:
+    """Be rank 0 of ``num_ranks`` for a while, on a "fake" or a "silent" group."""
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield
     finally:
@@ -57,12 +100,10 @@ def _call(op: str, numel: int, num_ranks: int) -> Callable[[], object]:
     """The collective as `NativeCalls` in comm/transport.py issues it, on slices of ``numel`` elements."""
     whole, own = torch.zeros(numel * num_ranks), torch.zeros(numel)
 
-    def wait(work: dist.Work | None) -> None:
-        assert work is not None
-        work.wait()
-
+    group = dist.group.WORLD
+    assert group is not None
     if op == "all_gather":
-        return lambda: wait(dist.all_gather_single(whole, own, async_op=True))
+        return lambda: group.all_gather_single(whole, own).wait()
     if op == "reduce_scatter":
-        return lambda: wait(dist.reduce_scatter_single(own, whole, async_op=True))
-    return lambda: wait(dist.all_reduce(whole, async_op=True))
+        return lambda: group.reduce_scatter_single(own, whole, dist.ReduceScatterOptions()).wait()
+    return lambda: group.allreduce([whole]).wait()

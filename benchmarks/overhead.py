@@ -11,6 +11,10 @@ processor's for this process, so that what else the machine does counts little. 
     engine = step of the sharded net - step of the plain net - its collectives alone
 
 It should not depend on N, and grow with the number of units only: the two tables that are printed.
+
+`--group silent` takes a group whose collectives cost next to nothing at any N, which is the fairer look at many ranks.
+`--systems fully_shard` measures torch's own fully_shard in the same way, as stage 3. Its collectives are taken to be
+as many and as large as onecopy's, which is so for few ranks (it pads each parameter, not each unit).
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import onecopy
 from fake import PHASES, Replay, fake_group
@@ -44,6 +49,7 @@ class Case:
     layers: int
     ranks: int
     stage: int
+    system: str = "onecopy"
 
 
 @dataclass(frozen=True)
@@ -85,17 +91,21 @@ class Stepper:
         return dict(zip(PHASES, (forward - start, backward - forward, end - backward), strict=True))
 
 
-def measure(case: Case, rounds: int, warmup: int = 3, profile: bool = False) -> Measured:
+def measure(case: Case, rounds: int, warmup: int = 3, profile: bool = False, group: str = "fake") -> Measured:
     """Interleaved steps of one case on a group of its own."""
-    with fake_group(case.ranks):
+    with fake_group(case.ranks, group):
         plain = Stepper(Narrow(case.kind, case.layers))
         model = onecopy.shard(Narrow(case.kind, case.layers), case.stage)
         sharded = Stepper(model)
         for _ in range(warmup):
-            plain()
             sharded()
         last = onecopy.ledger(model).last_step
         assert last is not None
+        if case.system == "fully_shard":
+            sharded = Stepper(_fully_shard(Narrow(case.kind, case.layers)))
+        for _ in range(warmup):
+            plain()
+            sharded()
         collectives = _timed(Replay(last.entries, case.ranks))
         if profile:
             _profile(sharded, steps=10)
@@ -109,6 +119,12 @@ def measure(case: Case, rounds: int, warmup: int = 3, profile: bool = False) -> 
     del plain, sharded, model, collectives, contestants
     gc.collect()
     return Measured(case, *found)
+
+
+def _fully_shard(model: Narrow) -> Narrow:
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    return model
 
 
 def _timed(replay: Replay) -> Callable[[], dict[str, float]]:
@@ -139,15 +155,15 @@ def table(found: list[Measured], columns: str) -> str:
     """Microseconds per unit and step. ``columns`` is what differs along a row: "layers" or "ranks"."""
     fixed = "ranks" if columns == "layers" else "layers"
     heads = sorted({getattr(one.case, columns) for one in found})
-    rows: dict[tuple[str, int, int], dict[int, Measured]] = {}
+    rows: dict[tuple[str, str, int, int], dict[int, Measured]] = {}
     for one in found:
-        key = (one.case.kind, one.case.stage, getattr(one.case, fixed))
+        key = (one.case.system, one.case.kind, one.case.stage, getattr(one.case, fixed))
         rows.setdefault(key, {})[getattr(one.case, columns)] = one
-    lines = [f"| layer | stage | {fixed} | " + " | ".join(f"{columns} {head}" for head in heads) + " |"]
-    lines.append("|---" * (3 + len(heads)) + "|")
-    for (kind, stage, held), cells in rows.items():
+    lines = [f"| system | layer | stage | {fixed} | " + " | ".join(f"{columns} {head}" for head in heads) + " |"]
+    lines.append("|---" * (4 + len(heads)) + "|")
+    for (system, kind, stage, held), cells in rows.items():
         texts = [_cell(cells[head]) if head in cells else "" for head in heads]
-        lines.append(f"| {kind} | {stage} | {held} | " + " | ".join(texts) + " |")
+        lines.append(f"| {system} | {kind} | {stage} | {held} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
 
@@ -162,6 +178,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[25, 50, 100, 200])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024])
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--systems", nargs="+", choices=("onecopy", "fully_shard"), default=["onecopy"])
+    parser.add_argument("--group", choices=("fake", "silent"), default="fake")
     parser.add_argument("--kind", nargs="+", choices=("linear", "block"), default=["linear", "block"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--profile", action="store_true", help="print cProfile's top lines of each case")
@@ -171,19 +189,22 @@ def main() -> None:
     by_ranks = [(options.layers[len(options.layers) // 2], ranks) for ranks in options.ranks]
     by_layers = [(layers, options.ranks[0]) for layers in options.layers]
     cases = [
-        Case(kind, layers, ranks, stage)
+        Case(kind, layers, ranks, stage, system)
+        for system in options.systems
         for kind in options.kind
-        for stage in options.stages
+        for stage in (options.stages if system == "onecopy" else [3])
         for layers, ranks in dict.fromkeys(by_ranks + by_layers)
     ]
-    found = {case: measure(case, options.rounds, profile=options.profile) for case in cases}
+    found = {case: measure(case, options.rounds, profile=options.profile, group=options.group) for case in cases}
     print(f"Microseconds of the engine per unit and step = forward + backward + optimizer step; target {TARGET:.0f}.")
-    print("In brackets, and not in the sum: the fake group's own collectives.\n")
+    print("In brackets, and not in the sum: the group's own collectives.\n")
     for columns, wanted in (("ranks", by_ranks), ("layers", by_layers)):
         print(table([one for case, one in found.items() if (case.layers, case.ranks) in wanted], columns) + "\n")
     if options.json:
         measured = [one.to_json() for one in found.values()]
-        options.json.write_text(json.dumps({"torch": torch.__version__, "measured": measured}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"torch": torch.__version__, "group": options.group, "measured": measured}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -169,6 +169,28 @@ def _gather_on_a_fake_group(rank: int) -> tuple[str, list[float]]:
     return name, [whole.min().item(), whole.max().item()]
 
 
+def _methods_of_a_group(rank: int) -> list[list[float]]:
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    group = dist.group.WORLD
+    assert group is not None
+    whole, part, same = torch.zeros(2), torch.zeros(1), torch.ones(1)
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    group.all_gather_single(whole, torch.ones(1)).wait()
+    group.reduce_scatter_single(part, whole, options).wait()
+    group.allreduce([same], dist.AllreduceOptions()).wait()
+    dist.destroy_process_group()
+    return [whole.tolist(), part.tolist(), same.tolist()]
+
+
+def test_process_groups_have_the_methods_behind_the_functions() -> None:
+    """comm/transport.py; read in torch 2.13. The fake group copies this rank's own values."""
+    assert run_ranks(1, _methods_of_a_group, group=False) == [[[1.0, 1.0], [1.0], [1.0]]]
+
+
 def test_fake_group_of_any_size_gathers_this_ranks_own_slice() -> None:
     """benchmarks/fake.py; read in torch 2.13."""
     assert run_ranks(1, _gather_on_a_fake_group, group=False) == [("fake", [1.0, 1.0])]

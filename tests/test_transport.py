@@ -48,14 +48,14 @@ def _data(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[str, Tensor]:
-    transport: Transport = (NativeCalls if make == "native" else DirectExchange)(Staging(limit))
+    staging = Staging(limit)
+    transport: Transport = NativeCalls(staging, averages=False) if make == "native" else DirectExchange(staging)
     peers = _peers(near=make == "memory")
     assert bool(peers.neighbours.mailboxes) == (make == "memory")
     size, numel = peers.size, 240
     own = _data(rank, numel, dtype)
     part = slice(rank * numel // size, (rank + 1) * numel // size)
     gathered = torch.zeros(numel, dtype=dtype)
-    gathered[part] = own[part]
     _run(transport.all_gather(peers, own[part], gathered, 1))
     out = torch.empty(numel // size)
     _run(transport.reduce_scatter(peers, Flat(own.clone(), dtype), out, 2))

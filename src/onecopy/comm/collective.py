@@ -8,15 +8,15 @@ for. `Collective` runs it: to the first wait when it is issued, on to the next a
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
-from typing import Final, NoReturn, Protocol
+from typing import Final, NamedTuple, NoReturn, Protocol
 
 from onecopy.comm.cross_memory import Fetch, Offer
 from onecopy.comm.ledger import Ledger
 from onecopy.errors import CollectiveError, CollectiveTimeout
 
+_THROUGH_MEMORY: Final = (Offer, Fetch)
 _A_LOOK: Final = timedelta(milliseconds=10)
 
 
@@ -34,8 +34,7 @@ class Work(Protocol):
     def wait(self, timeout: timedelta = ...) -> object: ...
 
 
-@dataclass(frozen=True)
-class Posted:
+class Posted(NamedTuple):
     """A message under way and the rank at its other end (None: all of them)."""
 
     work: Work
@@ -49,8 +48,7 @@ It returns what its own result does not depend on: messages that peers may still
 """
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """What a collective is for, as the ledger and an error message name it."""
 
     op: str
@@ -110,8 +108,10 @@ class Collective:
 
         That is known of messages through memory alone, and NCCL's calls must not be made whenever a rank is ready.
         """
-        works = () if self._posted is None else [posted.work for posted in self._posted]
-        if works and all(isinstance(work, Offer | Fetch) and work.has_come() for work in works):
+        for posted in self._posted or ():
+            if not isinstance(posted.work, _THROUGH_MEMORY) or not posted.work.has_come():
+                return False
+        if self._posted:
             self.advance()
             return True
         return False

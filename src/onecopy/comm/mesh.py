@@ -87,8 +87,8 @@ class Axis:
             collective.settle()
 
     def _gather(self, op: str, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
-        whole[self.rank * mine.numel() : (self.rank + 1) * mine.numel()].copy_(mine)
         if self._peers is None:
+            whole.copy_(mine)
             return None
         program = self._transport(whole).all_gather(self._peers, mine, whole, tag)
         return self._issue(program, op, unit, self._fraction(whole))

@@ -15,8 +15,9 @@ through it in pieces (`_through`).
 
 `NativeCalls` hands the work to the backend's own primitives (NCCL, and any backend not known here).
 
-Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: `ProcessGroup._get_backend` and
-`Backend.Options._timeout`.
+Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: `ProcessGroup._get_backend`,
+`Backend.Options._timeout`, and the methods of `ProcessGroup` behind `dist.all_gather_single`,
+`dist.reduce_scatter_single` and `dist.all_reduce`, which are public by name and not documented.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Transport(Protocol):
     """The collectives the engine needs. ``whole`` is flat, of `size` equal slices; ``tag`` names the collective."""
 
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        """Fill ``whole`` with every rank's ``mine``; this rank's is already in place. Sends (N-1)/N of ``whole``.
+        """Fill ``whole`` with every rank's ``mine``, this rank's too. Sends (N-1)/N of ``whole``.
 
         ``mine`` may be read by peers until the collective is settled.
         """
@@ -98,6 +99,9 @@ class DirectExchange:
         slices = whole.chunk(peers.size)
         received = [_receive(peers, slices[peer], peer, tag) for peer in peers.others()]
         sent = [_send(peers, mine, peer, tag) for peer in peers.others()]
+        own = slices[peers.rank]
+        if own.data_ptr() != mine.data_ptr():
+            own.copy_(mine)
         yield received
         return sent
 
@@ -164,50 +168,65 @@ class DirectExchange:
 
 
 class NativeCalls:
-    """The backend's own collectives, on its own streams; waiting orders the caller's stream after them."""
+    """The backend's own collectives, on its own streams; waiting orders the caller's stream after them.
 
-    def __init__(self, staging: Staging) -> None:
+    Those of every unit go to the process group itself: torch.distributed's functions of the same names would only
+    check again, at each call, what holds for every one of them.
+
+    Args:
+        staging: buffers through which gradients pass.
+        averages: NCCL averages by itself, which keeps fp16 sums in range; others sum and leave the division to us.
+    """
+
+    def __init__(self, staging: Staging, *, averages: bool) -> None:
         self._staging = staging
+        self._averages = averages
+        operation = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+        self._reduce_scatter = dist.ReduceScatterOptions()
+        self._reduce_scatter.reduceOp = operation
+        self._all_reduce = dist.AllreduceOptions()
+        self._all_reduce.reduceOp = operation
 
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        # NCCL gathers in place, and saves a copy, when its input is where its output goes.
-        mine = whole[peers.rank * mine.numel() : (peers.rank + 1) * mine.numel()]
-        yield _native(dist.all_gather_single(whole, mine, group=peers.group, async_op=True))
+        yield _native(peers.group.all_gather_single(whole, mine))
         return []
 
     def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
-        operation, divisor = _mean_of(peers)
-        with self._staging.borrow(peers.size + 1, out.numel(), outgoing.dtype, out.device) as loan:
+        # Sums are taken where they stay, or in a row of their own where they are of another dtype.
+        casts = out.dtype != outgoing.dtype
+        with self._staging.borrow(peers.size + casts, out.numel(), outgoing.dtype, out.device) as loan:
 
             def post(number: int) -> Exchanged:
-                own, (total,) = loan.piece(number).split([peers.size, 1])
-                copy_slices(outgoing, own, loan.pieces[number][0])
-                work = dist.reduce_scatter_single(total, own.view(-1), op=operation, group=peers.group, async_op=True)
-                return _native(work), []
+                own, (start, stop) = loan.piece(number), loan.pieces[number]
+                total = out[start:stop]
+                if casts:
+                    own, total = own[:-1], own[-1]
+                copy_slices(outgoing, own, start)
+                return _native(peers.group.reduce_scatter_single(total, own.view(-1), self._reduce_scatter)), []
 
             def take(number: int) -> None:
-                out[slice(*loan.pieces[number])].copy_(loan.piece(number)[peers.size])
+                if casts:
+                    out[slice(*loan.pieces[number])].copy_(loan.piece(number)[-1])
 
             yield from _through(loan, post, take, outgoing)
-        if divisor != 1:
-            out.div_(divisor)
+        if not self._averages:
+            out.div_(peers.size)
         return []
 
     def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
-        operation, divisor = _mean_of(peers)
         with self._staging.borrow(1, out.numel(), outgoing.dtype, out.device) as loan:
 
             def post(number: int) -> Exchanged:
                 (piece,) = loan.piece(number)
                 outgoing.copy_to(piece, loan.pieces[number][0])
-                return _native(dist.all_reduce(piece, op=operation, group=peers.group, async_op=True)), []
+                return _native(peers.group.allreduce([piece], self._all_reduce)), []
 
             def take(number: int) -> None:
                 out[slice(*loan.pieces[number])].copy_(loan.piece(number)[0])
 
             yield from _through(loan, post, take, outgoing)
-        if divisor != 1:
-            out.div_(divisor)
+        if not self._averages:
+            out.div_(peers.size)
         return []
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
@@ -223,7 +242,8 @@ class NativeCalls:
 
 def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Staging) -> Transport:
     """The transport for tensors of ``device`` on ``group``, by the name of the backend that serves them there."""
-    return DirectExchange(staging) if _backend(group, device) == "gloo" else NativeCalls(staging)
+    backend = _backend(group, device)
+    return DirectExchange(staging) if backend == "gloo" else NativeCalls(staging, averages=backend == "nccl")
 
 
 _neighbours: Final[WeakKeyDictionary[dist.ProcessGroup, Neighbours]] = WeakKeyDictionary()
@@ -303,13 +323,6 @@ def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
     total.mul_(1.0 / len(terms))
     if total is not out:
         out.copy_(total)
-
-
-def _mean_of(peers: Peers) -> tuple[dist.ReduceOp.RedOpType, int]:
-    """NCCL averages by itself, which keeps fp16 sums in range; others sum and leave the division to us."""
-    if dist.get_backend(peers.group) == "nccl":
-        return dist.ReduceOp.AVG, 1
-    return dist.ReduceOp.SUM, peers.size
 
 
 def _send(peers: Peers, tensor: Tensor, peer: int, tag: int) -> Posted:

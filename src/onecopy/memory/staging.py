@@ -6,9 +6,11 @@ and lent again, so a steady training loop allocates none. The bound is an upper 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -49,7 +51,7 @@ class Loan:
     columns: int
     numel: int
 
-    @property
+    @cached_property
     def pieces(self) -> list[tuple[int, int]]:
         """Where the pieces of a slice begin and end, in elements."""
         return [(start, min(start + self.columns, self.numel)) for start in range(0, self.numel, self.columns)]
@@ -72,7 +74,7 @@ class Staging:
         self._limit = limit
         self._on_change = on_change
         self._arena = Arena()
-        self._shelves: dict[torch.device, _Shelf] = {}
+        self._shelves: defaultdict[torch.device, _Shelf] = defaultdict(_Shelf)
 
     @contextmanager
     def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Loan]:
@@ -82,7 +84,7 @@ class Staging:
         if rows * numel * dtype.itemsize > limit:
             banks, columns = 2, max(1, min(numel, limit // (2 * rows * dtype.itemsize)))
         needed = banks * rows * columns * dtype.itemsize
-        shelf = self._shelves.setdefault(device, _Shelf())
+        shelf = self._shelves[device]
         if needed > shelf.nbytes:
             # Smaller ones would not be lent again once the largest unit has been seen.
             for _ in range(len(shelf.idle)):
@@ -91,7 +93,8 @@ class Staging:
             shelf.idle = [self._make(needed, device) for _ in range(_LOANS)]
         buffer = shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
         try:
-            yield Loan(buffer[:needed].view(dtype).split(rows * columns), rows, columns, numel)
+            flat = buffer[:needed].view(dtype)
+            yield Loan((flat,) if banks == 1 else flat.split(rows * columns), rows, columns, numel)
         finally:
             if buffer.nbytes == shelf.nbytes:
                 shelf.idle.append(buffer)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.sharding.tensors import iterate_tensors, replace_tensors
+from onecopy.sharding.tensors import find_tensors, replace_tensors
 
 
 def mark_inputs(on_backward: Callable[[], None], args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
@@ -28,9 +28,7 @@ def mark_inputs(on_backward: Callable[[], None], args: Any, kwargs: Any) -> tupl
     Returns:
         ``args`` and ``kwargs`` with those tensors replaced, and whether there were any.
     """
-    inputs: dict[int, Tensor] = {
-        id(tensor): tensor for tensor in iterate_tensors((args, kwargs)) if tensor.requires_grad
-    }
+    inputs = {id(tensor): tensor for tensor in find_tensors((args, kwargs)) if tensor.requires_grad}
     if not inputs:
         return args, kwargs, False
     marked: tuple[Tensor, ...] = _Identity.apply(on_backward, *inputs.values())  # type: ignore[no-untyped-call]
@@ -60,7 +58,7 @@ class _Identity(torch.autograd.Function):
         # Detached aliases, not the inputs themselves: those would come back as views of a custom function, which
         # autograd lets no unit modify in place. The alias shares memory and version counter, so a wrong
         # modification is still found.
-        return tuple(tensor.detach() for tensor in inputs)
+        return tuple([tensor.detach() for tensor in inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

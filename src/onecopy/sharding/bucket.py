@@ -258,9 +258,8 @@ class Bucket:
             return
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
-        with torch.no_grad():
-            mine = self.master.to(self.dtypes.compute)
-            self._gathering = self.mesh.shard.all_gather(mine, self._whole.flat, self.unit, self.tag + backward)
+        mine = self.master.to(self.dtypes.compute)
+        self._gathering = self.mesh.shard.all_gather(mine, self._whole.flat, self.unit, self.tag + backward)
         self._fresh = self._gathering is None
 
     def finish_gather(self) -> None:

@@ -29,7 +29,7 @@ from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inpu
 from onecopy.sharding.buffers import broadcast_buffers
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
-from onecopy.sharding.tensors import iterate_tensors, replace_tensors
+from onecopy.sharding.tensors import find_tensors, replace_tensors
 from onecopy.sharding.unit import Passage, Unit, Visit
 from onecopy.stage import Stage
 
@@ -154,7 +154,7 @@ class Engine:
                 unit.unrecorded -= 1
                 self._unrecorded -= 1
             if visit is not None:
-                visit.began = True
+                unit.enter(visit)
             if not unit.is_whole or self._backward.is_ahead(unit):
                 self._backward.visit(unit)
             unit.finish_gather()
@@ -233,11 +233,10 @@ class Engine:
 
     def _watch(self, unit: Unit, visit: Visit, output: Any) -> None:
         """Have `_before_backward` called when the first gradient comes back to what the unit returned."""
-        found = False
-        for tensor in iterate_tensors(output):
-            found = True
-            if tensor.grad_fn is not None:
-                tensor.register_hook(partial(self._before_backward, unit, visit))
+        found = find_tensors(output)
+        for tensor in found:
+            if (node := tensor.grad_fn) is not None:
+                node.register_prehook(partial(self._before_backward, unit, visit))
         unit.holds = unit.holds or not found
 
     def _keep_returned_parameters(self, unit: Unit, output: Any) -> Any:
@@ -265,11 +264,11 @@ class Engine:
         """Whether whole parameters have no further use once this backward is through with them."""
         return self.stage.shards_parameters or (self.stage.shards_optimizer and self._is_last and self._expects_step)
 
-    def _before_backward(self, unit: Unit, visit: Visit, _: Tensor) -> None:
+    def _before_backward(self, unit: Unit, visit: Visit, _: object) -> None:
         if visit.began:
             return
         unit.check_visit(visit)
-        visit.began, visit.ended = True, False
+        unit.enter(visit)
         self._enter_backward()
         if unit.buckets:
             self._backward.visit(unit)
@@ -288,10 +287,10 @@ class Engine:
         if (
             self._unrecorded == 0
             and unit.all_arrived
-            and not any(visit.marked and not visit.ended for visit in unit.visits)
+            and not any(visit.marked and not visit.ended for visit in unit.entered)
         ):
-            for visit in unit.visits:
-                if visit.began and not visit.ended:
+            for visit in unit.entered:
+                if not visit.ended:
                     self._end_visit(unit, visit)
             self._reducer.finished(unit, self._visited)
 
@@ -300,7 +299,7 @@ class Engine:
             timeline.add(f"{phase} {unit.name or '(root)'}", "compute", phase, unit.name, visit.time, perf_counter())
 
     def _end_visit(self, unit: Unit, visit: Visit) -> None:
-        visit.ended = True
+        unit.exit(visit)
         self._record(unit, visit, "backward")
         if not unit.is_computing:
             unit.show_sliced()
@@ -319,15 +318,12 @@ class Engine:
 
     def _leave_backward(self) -> None:
         for unit in self.units:
-            unit.holds = unit.finished = False
-            unit.unrecorded = self._unrecorded = 0
-            for visit in unit.visits:
-                # A graph that was retained may run backward again.
-                visit.began = visit.ended = False
+            unit.leave()
             unit.show_sliced()
             if self._releases_after_backward:
                 unit.release(frozen=self.stage.shards_parameters)
         self._visited.clear()
+        self._unrecorded = 0
         self._in_backward = False
         self.ledger.phase = "step"
 

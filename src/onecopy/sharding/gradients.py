@@ -16,7 +16,7 @@ the kept ones, live until the last of them is copied out.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,10 @@ class _Gradient:
         assert arrived is not None
         return arrived if self._spec is None else self._spec.local(arrived)
 
+    def flat(self, order: list[int] | None) -> Tensor:
+        """The same, 1-D, with the dimensions in ``order``."""
+        return (self.local if order is None else self.local.permute(order)).reshape(-1)
+
     @property
     def is_pending(self) -> bool:
         return self.sliced.grad is self.pending
@@ -92,7 +96,9 @@ class Gradients:
         self.on_arrival: Callable[[], None] | None = None
         self.meanwhile: Callable[[], None] | None = None
         self._bucket = bucket
-        self._orders = [memory_order(strides) for strides in bucket.strides]
+        # None where elements lie in the order of dimensions, as in most.
+        orders = [memory_order(strides) for strides in bucket.strides]
+        self._orders = [None if order == sorted(order) else order for order in orders]
         self._gradients = [_Gradient(entry) for entry in bucket.entries]
         self._kept: FlatBuffer | None = None
         self._kept_slice: Tensor | None = None
@@ -241,16 +247,13 @@ class Gradients:
         self._arrived_bytes = 0
         outgoing = ArrivedGradients(
             bucket.layout,
-            [g.local.permute(order).reshape(-1) if g.arrived else None for g, order in self._ordered()],
+            [g.flat(order) if g.arrived else None for g, order in zip(self._gradients, self._orders, strict=True)],
             bucket.dtypes.reduce,
             bucket.device,
             lambda nbytes: bucket.meter.add("gradients_whole", -nbytes),
         )
         self._forget_arrived()
         return outgoing
-
-    def _ordered(self) -> Iterable[tuple[_Gradient, list[int]]]:
-        return zip(self._gradients, self._orders, strict=True)
 
     def _add_arrived(self, kept: FlatBuffer) -> None:
         """Add to ``kept``; a parameter whose gradient is new, or was cleared by the user since, starts anew."""
@@ -282,6 +285,8 @@ class Gradients:
         if mesh.shard.size > 1 or mesh.copies == 1:
             if collective := mesh.shard.reduce_scatter(outgoing, reduced, bucket.unit, bucket.tag + 3):
                 yield collective
+            if mesh.copies == 1:
+                return
             outgoing = Flat(reduced, bucket.dtypes.reduce)
         for position, axis in enumerate(mesh.replicate):
             if collective := axis.all_reduce(outgoing, reduced, bucket.unit, bucket.tag + 4 + 2 * position):

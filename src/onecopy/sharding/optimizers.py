@@ -29,10 +29,11 @@ _hooked = False
 def watch(engine: Engine) -> None:
     """Have optimizers checked that hold parameters of this engine."""
     global _hooked
+    reference = weakref.ref(engine)
     for unit in engine.units:
         for bucket in unit.buckets:
             for entry in bucket.entries:
-                entry.sliced._engine = weakref.ref(engine)
+                entry.sliced._engine = reference
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
@@ -78,7 +79,7 @@ def _sliced_state(value: Any, slicing: Slicing) -> Any:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    sharded = False
+    engines = _engines_of(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if hasattr(parameter, _REPLACED):
@@ -87,20 +88,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"optimizer after sharding, or pass it as onecopy.shard(..., optimizer=optimizer)."
                 )
             if isinstance(parameter, SlicedTensor):
-                sharded = True
                 _check_gradient(parameter)
-        if sharded and group.get("foreach", False) is None and not group.get("fused"):
+        if engines and group.get("foreach", False) is None and not group.get("fused"):
             # torch chooses foreach for itself only for plain tensors; one dispatch for each parameter is slow.
             group["foreach"] = True
-    if sharded:
+    if engines:
         _slice_states(optimizer)
-    for engine in _engines_of(optimizer):
+    for engine in engines:
         engine.before_step()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for engine in _engines_of(optimizer):
-        engine.step_done(optimizer, _state_bytes(optimizer))
+    if engines := _engines_of(optimizer):
+        nbytes = _state_bytes(optimizer)
+        for engine in engines:
+            engine.step_done(optimizer, nbytes)
 
 
 def _check_gradient(parameter: SlicedTensor) -> None:
@@ -131,19 +133,22 @@ def _slice_states(optimizer: Optimizer) -> None:
 
 def _state_bytes(optimizer: Optimizer) -> int:
     """Bytes of the optimizer's states on this rank."""
-    return sum(
-        value.local.nbytes if isinstance(value, SlicedTensor) else value.nbytes
-        for states in optimizer.state.values()
-        for value in states.values()
-        if isinstance(value, Tensor)
-    )
+    total = 0
+    for states in optimizer.state.values():
+        for value in states.values():
+            if isinstance(value, SlicedTensor):
+                total += value.local.nbytes
+            elif isinstance(value, Tensor):
+                total += value.nbytes
+    return total
 
 
 def _engines_of(optimizer: Optimizer) -> set[Engine]:
-    found = {
-        reference()
+    # One reference for each engine, however many parameters.
+    references = {
+        id(parameter._engine): parameter._engine
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if isinstance(parameter, SlicedTensor) and (reference := parameter._engine) is not None
+        if isinstance(parameter, SlicedTensor) and parameter._engine is not None
     }
-    return {engine for engine in found if engine is not None}
+    return {engine for reference in references.values() if (engine := reference()) is not None}

@@ -60,6 +60,7 @@ class Unit:
     Attributes:
         gradients: those of its trainable buckets.
         visits: recorded forwards whose graphs are alive.
+        entered: those among them whose backward has begun in the backward that runs now.
         unrecorded: forwards without a graph inside a recorded forward of the model: reentrant activation checkpoints,
             which will record them when they recompute.
         passages: forwards that are running now; more than one when the unit calls itself.
@@ -73,10 +74,12 @@ class Unit:
         self.buckets = tuple(buckets)
         self.gradients: tuple[Gradients, ...] = ()
         self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self.entered: list[Visit] = []
         self.unrecorded = 0
         self.passages: list[Passage] = []
         self.holds = False
         self.finished = False
+        self._shows_whole = False
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {sum(len(b.entries) for b in self.buckets)} parameters)"
@@ -89,7 +92,7 @@ class Unit:
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs through the unit now."""
-        return bool(self.passages) or any(visit.began and not visit.ended for visit in self.visits)
+        return bool(self.passages) or not all(visit.ended for visit in self.entered)
 
     @property
     def in_use(self) -> bool:
@@ -120,6 +123,25 @@ class Unit:
         self.visits.add(visit)
         return visit
 
+    def enter(self, visit: Visit) -> None:
+        """The backward of ``visit`` begins."""
+        visit.began = True
+        self.entered.append(visit)
+
+    def exit(self, visit: Visit) -> None:
+        """The backward of ``visit`` has run. Of outputs that no hook could watch, nobody saw it begin."""
+        if not visit.began:
+            self.enter(visit)
+        visit.ended = True
+
+    def leave(self) -> None:
+        """The backward that ran is over. A graph that was retained may run backward again."""
+        for visit in self.entered:
+            visit.began = visit.ended = False
+        self.entered.clear()
+        self.holds = self.finished = False
+        self.unrecorded = 0
+
     def check_visit(self, visit: Visit) -> None:
         """Raise `UsageError` if the parameters changed between a forward and its backward."""
         if visit.changes != self.changes:
@@ -143,12 +165,17 @@ class Unit:
                 bucket.release()
 
     def show_whole(self) -> None:
+        """Let modules hold the whole parameters; only while they are gathered."""
+        self._shows_whole = True
         for bucket in self.buckets:
             bucket.show_whole()
 
     def show_sliced(self) -> None:
-        for bucket in self.buckets:
-            bucket.show_sliced()
+        """Let modules hold the sliced parameters again, if they do not."""
+        if self._shows_whole:
+            self._shows_whole = False
+            for bucket in self.buckets:
+                bucket.show_sliced()
 
     def shows(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at the unit's whole parameters."""
