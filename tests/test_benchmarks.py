@@ -5,19 +5,26 @@ Nothing here is timed: `python benchmarks/compare.py --fast` is a report.
 
 from __future__ import annotations
 
+import math
+import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 import torch
+from markupsafe import escape
+
+from onecopy.planner.calibrated import CROWDING, GROWTH, HIDDEN_SHARE, LATENCY, LINK_EFFICIENCY, UTILISATION
 
 # Benchmarks are what is tested here; they are no part of the package.
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+import charts
 import compare
 import ledger_cost
 import overhead
+import projection
 import scaling
 import systems
 from cases import CASES, count
@@ -117,10 +124,94 @@ def test_on_the_fake_group_phases_are_told_apart_and_bytes_are_the_papers() -> N
     assert cost > 0
 
 
+def test_strong_scaling_is_the_ring_model_by_hand() -> None:
+    """7.5B at stage 3 on 512 H100, 4 samples of 2,048 tokens each. Oracle: the ring and 6Ψ a token, written out."""
+    hidden, layers, ranks, tokens = 4096, 36, 512, 4 * 2048
+    block, root = 12 * hidden**2 + 13 * hidden, 51_200 * hidden + 2 * hidden
+    parameters = layers * block + root
+    operations = (6 * parameters + 12 * layers * hidden * 2048) * tokens
+    compute = operations / (989e12 * UTILISATION * 2**GROWTH)
+    # 64 nodes of 8 cards of 50 GB/s: six doublings.
+    bandwidth = 8 * 50e9 * LINK_EFFICIENCY / (1 + 6 * CROWDING)
+    padded = [math.ceil(numel / 4096) * 4096 for numel in (root, *[block] * layers)]
+    gather = sum(511 * (LATENCY + 2 * numel / 512 / bandwidth) for numel in padded)
+    exposed = (gather - HIDDEN_SHARE * compute / 3) + (2 * gather - HIDDEN_SHARE * compute * 2 / 3)
+    update = sum(padded) / 512 * 28 / 3.35e12
+    [point] = [p for p in projection.project(projection.STUDIES[1], "strong") if (p.way, p.ranks) == ("stage 3", ranks)]
+    assert (point.micro_batch, point.micro_batches) == (4, 1)
+    assert point.exposed == pytest.approx(exposed, rel=1e-6)
+    assert point.speed == pytest.approx(tokens / (compute + exposed + update), rel=1e-6)
+
+
+def test_projections_keep_what_scaling_means() -> None:
+    """Weak: equal work for every rank. Strong: equal work for all ranks together, to the last size that divides it."""
+    for study in projection.STUDIES:
+        weak, strong = projection.project(study, "weak"), projection.project(study, "strong")
+        assert {point.micro_batch * point.micro_batches for point in weak} == {study.samples}
+        assert {point.micro_batch * point.micro_batches * point.ranks for point in strong} == {study.batch}
+        assert max(point.ranks for point in strong) == min(4096, study.batch)
+        assert all(point.efficiency == 1 for point in weak + strong if point.ranks == 8)
+
+
+def test_published_runs_are_those_of_their_sources() -> None:
+    """The playbook's 1B on 8 to 256 H100 at stages 0 and 1; 5.33 and 4.95 samples/s of LLaMA-7B on 8 A800."""
+    found = {(one.model, one.way, one.ranks): one.speed for one in projection.published()}
+    sizes = (8, 16, 32, 64, 128, 256)
+    assert {key[1:] for key in found if key[0] == "1.3B"} == {(f"stage {s}", n) for s in (0, 1) for n in sizes}
+    assert found["1.3B", "stage 0", 256] == 15_700
+    assert found["1.3B", "stage 1", 256] == 11_327
+    assert found["LLaMA-7B, 8 A800", "stage 3", 8] == 4.95 * 4096 / 8
+
+
+def _page() -> str:
+    points = [scaling.Point(s, n, 10**6, 10**6, 10**6, 1.0, 100.0) for s in scaling.STAGES for n in (8, 64)]
+    return scaling.whole_page(points, 10**6, "a model", projection.everything(), projection.published())
+
+
 def test_the_scaling_page_needs_nothing_from_outside_and_shows_every_point() -> None:
     points = [scaling.Point(s, n, 10**6, 10**6, 10**6, 1.0, 100.0) for s in scaling.STAGES for n in (8, 64)]
-    page = scaling.page(points, 10**6, "a model")
-    assert "http" not in page
-    assert "src=" not in page
-    drawn = [ElementTree.fromstring(scaling.svg(chart)) for chart in scaling.charts(points, 10**6)]
+    text = _page()
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "src=" not in text
+    drawn = [ElementTree.fromstring(charts.svg(chart)) for chart in scaling.byte_charts(points, 10**6)]
     assert [len(chart.findall("circle")) for chart in drawn] == [len(points)] * 4
+    for what, value, source in projection.assumptions():
+        assert str(escape(what)) in text
+        assert str(escape(value)) in text
+        assert str(escape(source)) in text
+    # 1.5B and 7.5B weak and strong, 1.3B strong, two charts each.
+    assert text.count("<svg") == 4 + 5 * 2
+    # The playbook's 12 runs with data parallelism alone are dots.
+    assert text.count("nanotron, N = ") == 12
+
+
+def test_curves_that_stop_fitting_are_dashed_from_there() -> None:
+    curve = [charts.Dot(1, 1, False), charts.Dot(2, 1, False), charts.Dot(4, 1), charts.Dot(8, 1)]
+    drawn = ElementTree.fromstring(charts.svg(charts.Chart("a", "b", {"stage 1": curve})))
+    lines = [(line.get("class"), len((line.get("points") or "").split())) for line in drawn.findall("polyline")]
+    assert lines == [("line impossible s-stage-1", 3), ("line s-stage-1", 2)]
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_the_scaling_page_is_drawn_in_a_browser(tmp_path: Path, width: int, scheme: str) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    path = tmp_path / "scaling.html"
+    path.write_text(_page())
+    with playwright.sync_playwright() as tools:
+        browser = tools.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        troubles: list[str] = []
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        sizes = [chart.bounding_box() for chart in page.locator("main svg").all()]
+        assert all(size["width"] > 250 and size["height"] > 150 for size in sizes)
+        strokes = page.eval_on_selector_all("polyline", "lines => lines.map(line => getComputedStyle(line).stroke)")
+        assert "none" not in strokes
+        browser.close()
+    assert troubles == []
