@@ -139,7 +139,7 @@ def everything() -> list[Projected]:
         point
         for study in STUDIES
         for scaling in (("weak", "strong") if study.weak else ("strong",))
-        for point in project(study, scaling)  # type: ignore[arg-type]
+        for point in project(study, scaling)
     ]
 
 

@@ -5,6 +5,7 @@ Nothing here is timed: `python benchmarks/compare.py --fast` is a report.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from markupsafe import escape
 
+from onecopy.memory.meter import CATEGORIES
 from onecopy.planner.calibrated import CROWDING, GROWTH, HIDDEN_SHARE, LATENCY, LINK_EFFICIENCY, UTILISATION
 
 # Benchmarks are what is tested here; they are no part of the package.
@@ -22,14 +24,19 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import charts
 import compare
+import forks
 import ledger_cost
+import memory
 import overhead
 import projection
 import scaling
 import systems
 from cases import CASES, count
-from contest import Contest, Timed, Weighed, Work, hold
+from contest import Contest, Timed, hold
+from gpt import Shape
 from ranks import run_ranks
+from weighing import Weighed, account
+from work import Work
 
 WORK = Work("gpt-3m", "fp32", micro_batches=2, ranks=2, samples=1, size=8, steps=2, warmup=1)
 
@@ -95,6 +102,41 @@ def test_a_contest_of_two_ranks_finds_equal_losses_and_the_meters_states() -> No
     # 3gΨ(N-1)/N elements of 4 bytes, ZeRO §7.
     assert weighed.paper == 3 * 2 * parameters / 2 * 4
     assert contest.weighed["DDP"].resident > weighed.resident
+
+
+def test_a_peak_is_held_against_formula_activations_and_named_buffers() -> None:
+    """By hand, in MiB: stage 3 found 110 of 100 + 4 + (2 + 3 + 1); stage 2 has no window, its slices stand apart."""
+    mib = 2**20
+    meter = dict.fromkeys(CATEGORIES, 0) | {
+        "parameters_sliced": 50 * mib,
+        "parameters_gathered": 3 * mib,
+        "gradients_whole": 1 * mib,
+        "activations": 4 * mib,
+        "communication": 2 * mib,
+    }
+    weighed = Weighed(130 * mib, meter, 100.0 * mib, None, 1.0, own=20 * mib)
+    third, second, first = (account(weighed, stage, "fp32") for stage in (3, 2, 1))
+    assert None not in (third, second, first)
+    assert third.ratio == 1.0
+    assert third.slices == 0
+    assert second.ratio == pytest.approx(110 / 107)
+    assert second.slices == 50 * mib
+    assert first.ratio == pytest.approx(110 / 106)
+    assert account(Weighed(1, None, 1.0, None, 1.0), 3, "fp32") is None
+    contest = Contest(WORK, 10, 10, {}, {"onecopy stage 3": weighed})
+    row = "| 110.0 | 100.0 | 4.0 | communication 2.0, gathered 3.0, gradients under way 1.0 | 1.000 | met | 0.0 |"
+    assert row in compare.report(contest)
+
+
+def test_torchs_own_count_of_tensors_is_the_meters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank at stage 3 in bf16. Oracles: torch's CPU allocator; 16Ψ bytes of states (ZeRO §5)."""
+    monkeypatch.setitem(memory.SHAPES, "30m", Shape(layers=2, hidden=128, heads=2, vocabulary=512))
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in memory.build(memory.SHAPES["30m"], tied=False).parameters())
+    [[line]] = forks.run_ranks(1, memory.measure, memory.Case(stage=3, precision="bf16", tokens=4), limit=60.0)
+    found = json.loads(line)
+    assert found["metered"] == pytest.approx(found["allocated"], rel=0.005)
+    assert sum(found["held"].values()) == pytest.approx(16 * parameters, rel=0.01)
 
 
 def test_a_system_that_fails_alone_is_left_out_by_name() -> None:
