@@ -155,7 +155,7 @@ def row(found: dict[str, Any]) -> list[str]:
         *(f"{size / _MIB:.1f}" for size in (peak, found["allocated"])),
         f"{found['metered'] / found['allocated']:.1%}",
         f"{found['resident'] / _MIB:.1f}",
-        f"{share:.1%}" + ("" if share >= EXPLAINED else " missed"),
+        f"{share:.1%}" + ("" if round(share, 3) >= EXPLAINED else " missed"),
         f"{found['own'] / _MIB:.1f}",
         ", ".join(f"{name} {value / _MIB:.1f}" for name, value in found["peak"].items() if value >= _MIB / 10),
     ]
