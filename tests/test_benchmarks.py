@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -29,8 +30,10 @@ import ledger_cost
 import memory
 import overhead
 import projection
+import retake
 import scaling
 import systems
+import tables
 from cases import CASES, count
 from contest import Contest, Timed, hold
 from gpt import Shape
@@ -257,3 +260,35 @@ def test_the_scaling_page_is_drawn_in_a_browser(tmp_path: Path, width: int, sche
         assert "none" not in strokes
         browser.close()
     assert troubles == []
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_in_the_docs_are_those_of_the_results(page: Path) -> None:
+    """Oracle: benchmarks/results. If this fails, `python benchmarks/tables.py` writes them."""
+    text = page.read_text()
+    assert "<!-- results: " in text
+    assert tables.rendered(text) == text
+
+
+def test_a_block_that_nothing_makes_is_an_error() -> None:
+    with pytest.raises(KeyError, match="tmies"):
+        tables.rendered("<!-- results: tmies -->\n<!-- end -->")
+
+
+def test_the_driver_takes_every_file_of_results_that_the_docs_show() -> None:
+    """And each of its commands is understood by its script."""
+    assert len({step.name for step in retake.STEPS}) == len(retake.STEPS)
+    for step in retake.STEPS:
+        script, *options = shlex.split(step.line)
+        assert (retake.HERE / script).exists()
+        if script == "compare.py":
+            asked = compare.parse(options)
+            assert len(asked.case) == len(asked.ranks) == len(asked.precision) == len(asked.micro_batches) == 1
+            assert set(asked.only or ()) <= set(systems.SYSTEMS)
+
+
+def test_a_step_that_fails_or_hangs_is_named_and_ends(tmp_path: Path) -> None:
+    failing = retake.Step("broken", "times", "retake.py --only nothing", limit=60.0)
+    assert "FAILED with 2" in retake.take(failing, tmp_path)
+    assert "invalid choice" in (tmp_path / "broken.txt").read_text()
+    assert "STOPPED" in retake.take(retake.Step("slow", "times", "scaling.py", limit=0.2), tmp_path)
