@@ -140,7 +140,7 @@ def targets() -> str:
     rows.append(("ledger's share of a step", 0.01, share, f"{share:.2%}"))
     return table(
         ["what", "at most", "found, the worst", ""],
-        [[what, f"{bar:g}", words, "met" if value <= bar else "missed"] for what, bar, value, words in rows],
+        [[what, f"{bar:.4g}", words, "met" if value <= bar else "missed"] for what, bar, value, words in rows],
     )
 
 
@@ -179,11 +179,11 @@ def _memory_targets() -> list[tuple[str, float, float, str]]:
             what = f"peak memory, stage {stage} / formula + activations + named buffers"
             rows.append((what, EXPLAINED, round(explained.ratio, 3), words))
     own_head = [one for one in _read("memory") if not one["tied"]]
-    least = max(own_head, key=lambda one: one["resident"] / sum(one["peak"].values()))
+    least = min(own_head, key=lambda one: sum(one["peak"].values()) / one["resident"])
     ratio = least["resident"] / sum(least["peak"].values())
     words = f"{ratio:.3f} (stage {least['stage']}, N = {least['ranks']})"
-    rows.append(("resident peak / sum of the meter's categories, bf16", 1 / memory.EXPLAINED, ratio, words))
-    rows[-1] = (rows[-1][0], round(1 / memory.EXPLAINED, 3), *rows[-1][2:])
+    bar = round(1 / memory.EXPLAINED, 3)
+    rows.append(("resident peak / sum of the meter's categories, bf16", bar, round(ratio, 3), words))
     return rows
 
 
