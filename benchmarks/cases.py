@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -33,6 +33,7 @@ class Case:
         samples: of one rank in one micro-batch.
         size: see ``draw``.
         tolerance: by which share losses of two systems may differ, in fp32.
+        small: makes the same model with a single block; None if it has no such form.
     """
 
     build: Callable[[], nn.Module]
@@ -40,6 +41,7 @@ class Case:
     samples: int
     size: int
     tolerance: float = 1e-3
+    small: Callable[[], nn.Module] | None = None
 
 
 def tokens(vocabulary: int) -> Callable[[torch.Generator, int, int], Batch]:
@@ -62,15 +64,23 @@ def _vectors(generator: torch.Generator, samples: int, size: int) -> Batch:
     return (torch.randn(samples, size, HIDDEN, generator=generator),)
 
 
+def _gpt(shape: Shape) -> Case:
+    small = replace(shape, layers=1)
+    return Case(lambda: GPT(shape), tokens(shape.vocabulary), 2, 128, small=lambda: GPT(small))
+
+
 CASES: Final = {
-    **{
-        f"gpt-{name}": Case(lambda shape=shape: GPT(shape), tokens(shape.vocabulary), 2, 128)  # type: ignore[misc]
-        for name, shape in SHAPES.items()
-    },
-    "llama": Case(Llama, tokens(65536), 1, 64),
-    "narrow": Case(lambda: Narrow("block", 200), _vectors, 1, 4),
+    **{f"gpt-{name}": _gpt(shape) for name, shape in SHAPES.items()},
+    "llama": Case(Llama, tokens(65536), 1, 64, small=lambda: Llama(layers=1)),
+    "narrow": Case(lambda: Narrow("block", 200), _vectors, 1, 4, small=lambda: Narrow("block", 1)),
     "resnet50": Case(ResNet50, _images, 4, 64, tolerance=2e-2),
-    "lora": Case(lambda: lora_gpt(SHAPES["30m"]), tokens(SHAPES["30m"].vocabulary), 2, 128),
+    "lora": Case(
+        lambda: lora_gpt(SHAPES["30m"]),
+        tokens(SHAPES["30m"].vocabulary),
+        2,
+        128,
+        small=lambda: lora_gpt(replace(SHAPES["30m"], layers=1)),
+    ),
 }
 
 

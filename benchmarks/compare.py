@@ -28,11 +28,13 @@ import torch
 
 import overhead
 from cases import CASES, DTYPES
-from contest import Contest, Work, hold
+from contest import Contest, hold
 from namespaces import unavailable
 from onecopy.comm.cross_memory import SWITCH
 from onecopy.report.machine import describe_machine
 from systems import SYSTEMS
+from weighing import EXPLAINED, account
+from work import Work
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,29 @@ def targets_table(contest: Contest) -> str:
     return "\n".join(lines)
 
 
+def account_table(contest: Contest) -> str:
+    """The memory of onecopy's stages beside formula, activations and named buffers, MiB."""
+    heads = (
+        "found",
+        "formula",
+        "activations",
+        "named buffers",
+        "found / expected",
+        f"≤ {EXPLAINED:.2f}",
+        "slices beside",
+    )
+    lines = ["| system | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    for name, weighed in contest.weighed.items():
+        found = account(weighed, SYSTEMS[name].stage, contest.work.precision)
+        if found is not None:
+            named = ", ".join(f"{kind} {size / _MIB:.1f}" for kind, size in found.named.items())
+            sizes = (found.found, found.formula, found.activations)
+            cells = [*(f"{size / _MIB:.1f}" for size in sizes), named, f"{found.ratio:.3f}"]
+            cells += [_verdict(found.ratio, EXPLAINED, digits=3), f"{found.slices / _MIB:.1f}"]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _spread(ratio: tuple[float, float, float]) -> str:
     middle, low, high = ratio
     return f"{middle:.2f} ({low:.2f} – {high:.2f})"
@@ -119,9 +144,9 @@ def _verdict(found: float, target: float, digits: int = 2) -> str:
 def report(contest: Contest) -> str:
     """What is printed for one piece of work."""
     parts = [f"## {contest.work}, {contest.parameters / 1e6:.1f} M parameters\n", systems_table(contest)]
-    table = targets_table(contest)
-    if table.count("\n") > 1:
-        parts += ["", table]
+    for table in (targets_table(contest), account_table(contest)):
+        if table.count("\n") > 1:
+            parts += ["", table]
     parts += [
         f"\nnot counted: {name}, whose losses differ by {timed.deviation:.1e} (allowed: {contest.work.tolerance:.0e})"
         for name, timed in contest.timed.items()

@@ -1,25 +1,25 @@
-"""Memory, traffic and overhead of a rank for N = 8 … 4096, beside the paper's curves, as one self-contained HTML page.
+"""How a rank's memory, traffic and overhead, and a step's time, go with N = 8 … 4096: as one self-contained HTML page.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json --html benchmarks/results/scaling.html
 
-The real engine runs on torch's fake process group (`fake.py`), as rank 0 of N: its meter and its ledger count bytes,
-and nothing is sent. Curves are ZeRO §5 and §7 for bf16 with K = 12. What takes a point off its curve:
+Bytes and overhead: the real engine on torch's fake process group (`fake.py`), as rank 0 of N: its meter and its ledger
+count bytes, and nothing is sent. Curves are ZeRO §5 and §7 for bf16 with K = 12. What takes a point off its curve:
 
 - gradients are accumulated in fp32 (stage 0 holds 18Ψ, not 16Ψ), and leave before the optimizer steps (stage 1 holds
   what stage 2 does);
 - the peak has units that are whole while they compute, with their gradients: a constant, which shows at large N;
 - padding, once a unit has few elements for each of N slices.
+
+Time, for weak and for strong scaling: the planner's model (`projection.py`), beside what others have published.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import html
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from math import log10
 from pathlib import Path
 from typing import Final
 
@@ -27,10 +27,13 @@ import torch
 
 import onecopy
 import overhead
+import projection
 from cases import CASES, count
+from charts import Chart, Dot, Section, Table, page
 from fake import fake_group
 from onecopy.planner.memory import model_state_bytes
 from onecopy.planner.traffic import step_elements
+from projection import Projected, Published
 
 STAGES: Final = (0, 1, 2, 3)
 _MIB: Final = 2**20
@@ -85,100 +88,122 @@ def measure(name: str, stage: int, ranks: int, layers: int, rounds: int) -> Poin
 # --- the page
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Lines (formula) and dots (measured) by stage over N, both axes logarithmic."""
-
-    title: str
-    unit: str
-    curves: dict[int, list[tuple[int, float]]]
-    dots: dict[int, list[tuple[int, float]]]
-
-
-def charts(points: list[Point], parameters: int) -> list[Chart]:
+def byte_charts(points: Sequence[Point], parameters: int) -> list[Chart]:
+    """The paper's curves and the engine's dots; and its overhead, if that was taken."""
     sizes = sorted({point.ranks for point in points})
 
-    def curve(formula: Callable[[int, int], float]) -> dict[int, list[tuple[int, float]]]:
-        return {stage: [(n, formula(stage, n)) for n in sizes] for stage in STAGES}
+    def curves(formula: Callable[[int, int], float]) -> dict[str, list[Dot]]:
+        return {_name(stage): [Dot(n, formula(stage, n)) for n in sizes] for stage in STAGES}
 
-    def dots(value: Callable[[Point], float]) -> dict[int, list[tuple[int, float]]]:
-        return {stage: [(p.ranks, value(p)) for p in points if p.stage == stage] for stage in STAGES}
+    def dots(value: Callable[[Point], float]) -> dict[str, list[Dot]]:
+        return {_name(stage): [Dot(p.ranks, value(p)) for p in points if p.stage == stage] for stage in STAGES}
 
-    states = curve(lambda stage, n: model_state_bytes(stage, parameters, n).total / _MIB)
-    sent = curve(lambda stage, n: step_elements(stage, parameters, n).total * _BF16 / _MIB)
+    states = curves(lambda stage, n: model_state_bytes(stage, parameters, n).total / _MIB)
+    sent = curves(lambda stage, n: step_elements(stage, parameters, n).total * _BF16 / _MIB)
     found = [
-        Chart("Model states held at the optimizer's step", "MiB", states, dots(lambda p: p.held / _MIB)),
-        Chart("Peak of the meter in a step", "MiB", states, dots(lambda p: p.peak / _MIB)),
+        Chart("Model states held at the optimizer's step", "MiB", states, dots(lambda p: p.held / _MIB), True),
+        Chart("Peak of the meter in a step", "MiB", states, dots(lambda p: p.peak / _MIB), True),
         Chart("Sent in a step", "MiB", sent, dots(lambda p: p.sent / _MIB)),
     ]
     if any(point.overhead for point in points):
-        target = {-1: [(n, overhead.TARGET) for n in sizes]}
-        found.append(Chart("Engine per unit and step (line: target)", "µs", target, dots(lambda p: p.overhead)))
+        target = {"target": [Dot(n, overhead.TARGET) for n in sizes]}
+        found.append(Chart("Engine per unit and step", "µs", target, dots(lambda p: p.overhead)))
     return found
 
 
-_COLOURS: Final = {-1: "#888", 0: "#555", 1: "#c60", 2: "#07a", 3: "#283"}
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 440, 300, 60, 40, 30
+def _name(stage: int) -> str:
+    return f"stage {stage}"
 
 
-def svg(chart: Chart) -> str:
-    """The chart as an SVG element."""
-    everything = [pair for series in (*chart.curves.values(), *chart.dots.values()) for pair in series if pair[1] > 0]
-    low_x, high_x = log10(min(x for x, _ in everything)), log10(max(x for x, _ in everything))
-    low_y, high_y = log10(min(y for _, y in everything)) - 0.1, log10(max(y for _, y in everything)) + 0.1
+def time_charts(points: Sequence[Projected], others: Sequence[Published]) -> list[Chart]:
+    """Speed and efficiency of one model under one kind of scaling; of others, the speed."""
+    speed, efficiency = {}, {}
+    for way in projection.WAYS:
+        own = [point for point in points if point.way == way]
+        speed[way] = [Dot(point.ranks, point.speed, point.fits) for point in own]
+        efficiency[way] = [Dot(point.ranks, 100 * point.efficiency, point.fits) for point in own]
+    dots: dict[str, list[Dot]] = {}
+    for one in others:
+        if one.model == points[0].model:
+            dots.setdefault(f"{one.way}: {one.source}", []).append(Dot(one.ranks, one.speed))
+    return [
+        Chart("Tokens a second and GPU", "tokens/s", speed, dots),
+        Chart("Efficiency, of the same on one node", "%", efficiency),
+    ]
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (log10(x) - low_x) / ((high_x - low_x) or 1.0)
-        up = (log10(y) - low_y) / (high_y - low_y)
-        return _LEFT + across * (_WIDTH - _LEFT - 15), _HEIGHT - _BOTTOM - up * (_HEIGHT - _BOTTOM - _TOP)
 
-    parts = [f'<text x="{_LEFT}" y="18" class="title">{html.escape(chart.title)}, {chart.unit}</text>']
-    for x in sorted({x for x, _ in everything}):
-        across, _ = place(x, 10**low_y)
-        parts.append(f'<text x="{across:.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{x}</text>')
-    for y in (step * 10.0**power for power in range(-3, 7) for step in (1, 2, 5)):
-        if low_y <= log10(y) <= high_y:
-            _, up = place(10**low_x, y)
-            parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 15}" y1="{up:.1f}" y2="{up:.1f}" stroke="#ddd"/>')
-            parts.append(f'<text x="{_LEFT - 6}" y="{up + 4:.1f}" text-anchor="end">{y:g}</text>')
-    for stage, pairs in chart.curves.items():
-        places = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in pairs)
-        parts.append(f'<polyline points="{places}" fill="none" stroke="{_COLOURS[stage]}" stroke-width="1.5"/>')
-    for stage, pairs in chart.dots.items():
-        for x, y in pairs:
-            if y > 0:
-                across, up = place(x, y)
-                label = f"stage {stage}, N = {x}: {y:.4g} {chart.unit}"
-                parts.append(
-                    f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5" fill="{_COLOURS[stage]}" fill-opacity="0.7">'
-                    f"<title>{label}</title></circle>"
+def time_sections(points: Sequence[Projected], others: Sequence[Published]) -> list[Section]:
+    """For each model and kind of scaling its charts and numbers; then published runs and assumptions."""
+    sections = []
+    for study in projection.STUDIES:
+        for scaling in ("weak", "strong"):
+            chosen = [point for point in points if (point.model, point.scaling) == (study.name, scaling)]
+            if not chosen:
+                continue
+            work = (
+                f"every rank has {study.samples} samples a step, in one micro-batch"
+                if scaling == "weak"
+                else f"{study.batch:,} samples a step, shared by the ranks in micro-batches of {study.samples} at most"
+            )
+            measured = any(one.model == study.name for one in others)
+            words = f"{study.source}; {study.shape.parameters / 1e9:.2f} G parameters, bf16; {work}. " + (
+                "Dots: measured on H100 by the playbook's authors with nanotron, which sends after backward and hides "
+                "next to nothing; lines: the planner for onecopy, which lets half of computing hide messages."
+                if measured
+                else "Dashed: does not fit 80 GB. No run of these is known: lines only."
+            )
+            sections.append(
+                Section(
+                    f"{scaling.capitalize()} scaling, {study.name}, by the planner's time model",
+                    words,
+                    time_charts(chosen, others),
+                    list(projection.WAYS),
+                    [numbers(chosen)],
                 )
-    parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 4}" text-anchor="middle">N, ranks</text>')
-    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}">{"".join(parts)}</svg>'
+            )
+    rows = [
+        (one.model, one.way, str(one.ranks), f"{one.speed:,.0f}", f"{one.projected:,.0f}", one.source) for one in others
+    ]
+    head = ("model", "way", "N", "published, tokens/s/GPU", "planner", "source")
+    sections.append(Section("Published runs beside the planner", "", tables=[Table("", head, rows)]))
+    known = [Table("", ("what", "value", "source"), projection.assumptions())]
+    words = "Lines are a model, fitted on another engine. No GPU has run onecopy on more than one node."
+    sections.append(Section("What the time model assumes", words, tables=known))
+    return sections
 
 
-def page(points: list[Point], parameters: int, name: str) -> str:
-    """The whole page."""
-    legend = " ".join(f'<b style="color:{_COLOURS[stage]}">● stage {stage}</b>' for stage in STAGES)
-    style = "body{font:14px sans-serif;max-width:920px;margin:2em auto}svg text{font-size:11px}.title{font-weight:bold}"
+def numbers(points: Sequence[Projected]) -> Table:
+    """Tokens a second and GPU, and the efficiency, of one model under one kind of scaling."""
+    sizes = sorted({point.ranks for point in points})
+    cells = {
+        (p.way, p.ranks): f"{p.speed:,.0f} ({p.efficiency:.0%}{'' if p.fits else ', does not fit'})" for p in points
+    }
+    rows = [[str(n), *(cells.get((way, n), "") for way in projection.WAYS)] for n in sizes]
+    return Table("Tokens a second and GPU (efficiency)", ["N", *projection.WAYS], rows)
+
+
+def whole_page(
+    points: Sequence[Point], parameters: int, name: str, projected: Sequence[Projected], others: Sequence[Published]
+) -> str:
+    """All sections."""
     words = (
         f"{name}, {parameters:,} parameters, bf16 with fp32 masters and AdamW (K = 12), one micro-batch. Lines: ZeRO "
         f"§5 and §7. Dots: the engine on torch's fake process group, rank 0, by its own meter and ledger."
     )
-    drawn = "".join(svg(chart) for chart in charts(points, parameters))
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>Scaling on paper and by simulation</title><style>{style}</style>'
-        f"<h1>Scaling on paper and by simulation</h1><p>{html.escape(words)}</p><p>{legend}</p>{drawn}\n"
+    first = Section(
+        "Bytes and overhead of a rank", words, byte_charts(points, parameters), [*map(_name, STAGES), "target"]
     )
+    headline = "Bytes and overhead from the engine on ranks that do not exist; time from a model. No time was measured."
+    return page("Scaling, on paper and by simulation", headline, [first, *time_sections(projected, others)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="gpt-3m")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 128, 512, 1024, 4096])
-    parser.add_argument("--layers", type=int, default=50, help="of the net for overhead; 0 leaves overhead out")
+    parser.add_argument("--layers", type=int, default=20, help="of the net for overhead; 0 leaves overhead out")
     parser.add_argument("--rounds", type=int, default=5, help="steps of it")
-    parser.add_argument("--json", type=Path, help="file for everything measured")
+    parser.add_argument("--json", type=Path, help="file for everything found")
     parser.add_argument("--html", type=Path, help="file for the page")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -188,20 +213,49 @@ def main() -> None:
         for ranks in options.ranks
         for stage in STAGES
     ]
-    print("| N | stage | held MiB | / formula | peak MiB | sent MiB | / formula | padded | µs per unit |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    projected, others = projection.everything(), projection.published()
+    print(bytes_table(points, parameters))
+    print(times_table(projected))
+    for what, value, source in projection.assumptions():
+        print(f"- {what}: {value} ({source})" if value else f"- {what}")
+    if options.json:
+        content = {
+            "case": options.case,
+            "parameters": parameters,
+            "points": [asdict(point) for point in points],
+            "projected": [asdict(point) for point in projected],
+            "published": [asdict(one) for one in others],
+            "assumptions": projection.assumptions(),
+        }
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+    if options.html:
+        options.html.write_text(whole_page(points, parameters, options.case, projected, others))
+
+
+def bytes_table(points: Sequence[Point], parameters: int) -> str:
+    """Each point beside its formulas, as lines of a table."""
+    lines = ["| N | stage | held MiB | / formula | peak MiB | sent MiB | / formula | padded | µs per unit |"]
+    lines.append("|---" * 9 + "|")
     for p in points:
         states = model_state_bytes(p.stage, parameters, p.ranks).total
         paper = step_elements(p.stage, parameters, p.ranks).total * _BF16
-        print(
+        lines.append(
             f"| {p.ranks} | {p.stage} | {p.held / _MIB:.2f} | {p.held / states:.3f} | {p.peak / _MIB:.2f} "
             f"| {p.sent / _MIB:.2f} | {p.sent / paper:.3f} | {p.padded:.3f} | {p.overhead:.0f} |"
         )
-    if options.json:
-        content = {"case": options.case, "parameters": parameters, "points": [asdict(point) for point in points]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
-    if options.html:
-        options.html.write_text(page(points, parameters, options.case))
+    return "\n".join(lines) + "\n"
+
+
+def times_table(projected: Sequence[Projected]) -> str:
+    """Tokens a second and GPU at some sizes; * does not fit."""
+    sizes = (8, 64, 512, 4096)
+    lines = ["| model | scaling | way | " + " | ".join(f"N = {n}" for n in sizes) + " |", "|---" * 7 + "|"]
+    rows: dict[tuple[str, str, str], dict[int, str]] = {}
+    for p in projected:
+        cell = f"{p.speed:,.0f} ({p.efficiency:.0%}){'' if p.fits else ' *'}"
+        rows.setdefault((p.model, p.scaling, p.way), {})[p.ranks] = cell
+    lines += [f"| {' | '.join(key)} | {' | '.join(row.get(n, '') for n in sizes)} |" for key, row in rows.items()]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

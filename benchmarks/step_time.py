@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from cases import SHAPES
-from contest import Contest, Work, hold
+from contest import Contest, hold
 from systems import SYSTEMS
+from work import Work
 
 NAMES: Final = {
     "ddp": "DDP",

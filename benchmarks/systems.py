@@ -60,11 +60,13 @@ class System:
     Attributes:
         stage: whose memory and traffic it promises.
         package: what must be installed.
+        ours: whether it is onecopy.
     """
 
     stage: int
     set_up: Callable[[nn.Module, Settings], Trainer]
     package: str = "torch"
+    ours: bool = False
 
     @property
     def obstacle(self) -> str | None:
@@ -90,7 +92,7 @@ def _onecopy(stage: int) -> System:
         onecopy.shard(model, stage, precision=settings.precision, accumulate=settings.micro_batches)
         return Trainer(_loop(model, _adamw(model.parameters())), sharded=model)
 
-    return System(stage, set_up)
+    return System(stage, set_up, ours=True)
 
 
 def _data_parallel(model: nn.Module, settings: Settings) -> DistributedDataParallel:

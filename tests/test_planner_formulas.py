@@ -122,7 +122,7 @@ def test_stage_out_of_range() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_the_engine_holds_beside_the_paper(stage: int) -> None:
-    """After a step: gradients are fp32 where the paper has 16 bits; whole 16-bit parameters are gone from stage 1 on."""
+    """After a step: gradients are fp32 where the paper has 16 bits; whole 16-bit parameters go from stage 1 on."""
     units = [Unit("", (1024,)), *(Unit(f"blocks.{i}", (64_000, 8192)) for i in range(10))]
     parameters = sum(unit.parameters for unit in units)
     held = held_between_steps(units, Schedule(stage, 8))

@@ -64,6 +64,27 @@ def test_bytes_of_every_step_equal_the_table(stage: int, num_ranks: int, g: int,
                 assert traffic.bytes_sent(operation, phase) == times * share
 
 
+def _untold(rank: int, stage: int, micro_batches: list[int]) -> list[int]:
+    """How often each step gathers the whole model, with so many micro-batches that `accumulate` does not tell of."""
+    model = onecopy.shard(seeded(TinyGPT, layers=3), stage)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    batches = iter(token_batches(sum(micro_batches)))
+    taken = []
+    for number in micro_batches:
+        train(model, optimizer, [part(next(batches), rank, 2) for _ in range(number)], accumulate=number)
+        traffic = onecopy.ledger(model).last_step
+        assert traffic is not None
+        taken.append(2 * traffic.bytes_sent("all_gather", "forward") // (4 * onecopy.padded_numel(model)))
+    return taken
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_untold_micro_batches_gather_once_more_and_only_once(stage: int) -> None:
+    """Whole parameters go after the backward that a step is expected to follow; where others come, that is learnt."""
+    for gathers in run_ranks(2, _untold, stage, [1, 3, 3, 3, 1, 1]):
+        assert gathers == [1, 2, 1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_sends_nothing(stage: int) -> None:
     for group in (True, False):
