@@ -219,6 +219,7 @@ def test_buffers() -> None:
     # Of N slices of 2^20 elements, N are sent and N - 1 come, or one sum of them does; the buffer is there twice.
     assert buffers.staging_bytes(2 << 20, 2, 4, native=False) == 2 * 3 * 4 * 2**20
     assert buffers.staging_bytes(8 << 20, 8, 2, native=True) == 2 * 9 * 2 * 2**20
+    assert buffers.staging_bytes(8 << 20, 8, 4, native=True, casts=False) == 2 * 8 * 4 * 2**20
     assert buffers.staging_bytes(8 << 20, 8, 2, native=True, all_reduces=True) == 2 * 8 * 2 * 2**20
     assert (buffers.staging_limit(native=False), buffers.staging_limit(native=True)) == (16 * 2**20, 2**29)
 

@@ -56,20 +56,23 @@ def optimizer_temporary_bytes(
     return max(root, piece)
 
 
-def staging_limit(native: bool) -> float:
+def staging_limit(*, native: bool) -> float:
     """Most bytes of the two communication buffers, on an accelerator (``native``) or the CPU."""
     return 2.0 * STAGING_BYTES["accelerator" if native else "cpu"]
 
 
-def staging_bytes(numel: int, over: int, wire_bytes: float, *, native: bool, all_reduces: bool = False) -> float:
+def staging_bytes(
+    numel: int, over: int, wire_bytes: float, *, native: bool, all_reduces: bool = False, casts: bool = True
+) -> float:
     """Bytes of two communication buffers that would take a whole bucket (ZeRO C_B bounds them: `staging_limit`).
 
     Args:
         numel: elements of the bucket.
         over: ranks over which it is reduced.
         wire_bytes: of an element as it travels.
-        native: the backend's own calls return one slice for N that are sent; messages bring N - 1.
-        all_reduces: it stays whole; the backend does that in place.
+        native: the backend's own calls sum by themselves; of messages N - 1 come for N slices that are sent.
+        all_reduces: it stays whole.
+        casts: sums are kept in another dtype, for which a native reduce-scatter needs one more slice.
     """
-    rows = (1.0 if all_reduces else 1 + 1 / over) if native else 2 - 1 / over
+    rows = (1 + casts * (not all_reduces) / over) if native else 2 - 1 / over
     return 2 * rows * wire_bytes * numel

@@ -219,18 +219,24 @@ class _Held:
         if plan.optimizer_tensors:
             counters = 4.0 * sum(len(unit.numels) for unit in self.units)
             base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
-        base["communication"] = min(staging_limit(plan.native), max(self.staged, default=0.0))
+        base["communication"] = min(staging_limit(native=plan.native), max(self.staged, default=0.0))
+        if plan.slices > 1 and widths.compute != widths.master:
+            # Slices are cast to be gathered; from memory or through sockets a peer may come for one a unit later.
+            base["communication"] += widths.compute * max(self.slices) * (1 if plan.native else 2)
         return base
 
     def _staging(self, padded: int) -> float:
         """Bytes of the buffers through which a bucket of so many elements would go at once; they may be smaller."""
         plan = self.plan
         over = plan.slices if plan.slices > 1 else plan.copies
-        return staging_bytes(padded, over, plan.widths.reduce, native=plan.native, all_reduces=plan.slices == 1)
+        casts = plan.widths.reduce != plan.widths.accumulate
+        return staging_bytes(
+            padded, over, plan.widths.reduce, native=plan.native, all_reduces=plan.slices == 1, casts=casts
+        )
 
     def lingers(self, i: int) -> bool:
         """Whether unit ``i`` is larger than a buffer, so that its gradients wait for their turn."""
-        return self.staged[i] > self._base["communication"]
+        return self.staged[i] > staging_limit(native=self.plan.native)
 
     def sizes(self, **moving: float) -> Sizes:
         """All categories; those not given stay as they are all the time."""

@@ -259,6 +259,8 @@ class Bucket:
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
         mine = self.master.to(self.dtypes.compute)
+        if mine is not self.master:
+            self.meter.follow("communication", mine)
         self._gathering = self.mesh.shard.all_gather(mine, self._whole.flat, self.unit, self.tag + backward)
         self._fresh = self._gathering is None
 
