@@ -375,6 +375,7 @@ def _step_peak(precision: str, name: str) -> int:
     """Bytes that the kernel saw resident during clip and step, over what was before."""
     mmap_threshold = -3  # M_MMAP_THRESHOLD of <malloc.h>: what is freed is given back
     ctypes.CDLL(None).mallopt(mmap_threshold, 65536)
+    ctypes.CDLL(None).malloc_trim(0)
     model = onecopy.shard(seeded(Tables, (2**17, *[2**14] * 8)), 2, precision=precision)
     optimizer = LARGE[name](model.parameters())
     for _ in range(2):

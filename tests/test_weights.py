@@ -234,9 +234,11 @@ def _peak_of_load(rank: int, directory: Path, width: int, layers: int) -> int:
     """The most bytes beyond the start that this rank had of its own (not of mapped files), by the kernel's count."""
     import threading
 
-    # Memory that malloc has kept from earlier tests would be used again unseen: have larger blocks mapped one by one.
+    # Memory that malloc has kept from earlier tests would be used again unseen: give it back, and have larger
+    # blocks mapped one by one.
     mmap_threshold = -3  # M_MMAP_THRESHOLD of <malloc.h>
     ctypes.CDLL(None).mallopt(mmap_threshold, 65536)
+    ctypes.CDLL(None).malloc_trim(0)
 
     def anonymous() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -68,7 +68,7 @@ class Axis:
 
         Peers may read ``mine`` until `settle`.
         """
-        # Slices that were cast for sending live until they are taken.
+        # Those that were taken are forgotten, so that few are left when the pass is over.
         while len(self._unsettled) > _UNSETTLED and self._unsettled[0].settle_if_taken():
             self._unsettled.popleft()
         collective = self._gather("all_gather", mine, whole, unit, _TAG_BASE + tag)

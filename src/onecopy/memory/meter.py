@@ -8,13 +8,11 @@ activation checkpoints that onecopy keeps are always counted. What it moves to h
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from onecopy.comm.ledger import Ledger, Phase
 
@@ -60,11 +58,6 @@ class Meter:
             self.peaks[self._ledger.phase] = dict(self.live)
         if self.listener is not None:
             self.listener()
-
-    def follow(self, category: str, tensor: Tensor) -> None:
-        """Count the 1-D ``tensor`` in ``category`` for as long as it lives."""
-        self.add(category, tensor.nbytes)
-        weakref.finalize(tensor, self.add, category, -tensor.nbytes).atexit = False
 
     def mark(self) -> None:
         """A phase begins: what is live counts towards its peak, also if nothing is added."""

@@ -128,11 +128,6 @@ class Schedule:
         return self.shard if Stage.of(self.stage).shards_optimizer else 1
 
     @property
-    def adds_up(self) -> bool:
-        """Whether slices are added to those of earlier micro-batches, whose memory stays."""
-        return self.micro_batches > 1 and Stage.of(self.stage).shards_gradients
-
-    @property
     def copies(self) -> int:
         return self.replicate if Stage.of(self.stage).shards_optimizer else self.shard * self.replicate
 
@@ -220,9 +215,6 @@ class _Held:
             counters = 4.0 * sum(len(unit.numels) for unit in self.units)
             base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
         base["communication"] = min(staging_limit(native=plan.native), max(self.staged, default=0.0))
-        if plan.slices > 1 and widths.compute != widths.master:
-            # Slices are cast to be gathered; from memory or through sockets a peer may come for one a unit later.
-            base["communication"] += widths.compute * max(self.slices) * (1 if plan.native else 2)
         return base
 
     def _staging(self, padded: int) -> float:
@@ -263,7 +255,9 @@ class _Held:
 def _moments(units: Sequence[Unit], plan: Schedule) -> Iterator[tuple[Phase, Sizes]]:
     held = _Held(units, plan)
     yield from _forward(held)
-    yield from _backward(held)
+    yield from _backward(held, carries=plan.micro_batches > 1, last=True)
+    if plan.micro_batches > 1:
+        yield from _backward(held, carries=plan.micro_batches > 2, last=False)
     widths = plan.widths
     temporaries = optimizer_temporary_bytes(
         held.total_own, plan.implementation, master_bytes=widths.master, gradient_bytes=widths.gradient
@@ -321,7 +315,7 @@ def _carried(held: _Held) -> tuple[float, float]:
     plan = held.plan
     if plan.micro_batches == 1:
         return 0.0, 0.0
-    if plan.adds_up:
+    if held.kind.shards_gradients:
         return 0.0, float(plan.widths.gradient * held.total_own)
     return float(plan.widths.accumulate * held.total), 0.0
 
@@ -337,17 +331,26 @@ def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
         checkpoints += unit.checkpoint
         gathered = held.gathered([*nesting.around[i], *range(i + 1, min(i + 1 + prefetch, len(units)))])
         common["checkpoints"] = checkpoints
-        yield "forward", held.sizes(parameters_gathered=gathered, activations=kept + unit.working, **common)
+        yield (
+            "forward",
+            held.sizes(parameters_gathered=gathered, activations=kept + unit.working, **common),
+        )
     gathered = held.gathered([i for i, unit in enumerate(units) if unit.name == ""])
     logits = sum(unit.logits for unit in units)
     yield "forward", held.sizes(parameters_gathered=gathered, activations=kept, logits=logits, **common)
 
 
-def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
-    """Unit by unit: its gradients arrive; then they leave through the buffers, while the one before is finished."""
+def _backward(held: _Held, *, carries: bool, last: bool) -> Iterator[tuple[Phase, Sizes]]:
+    """Unit by unit: its gradients arrive; then they leave through the buffers, while the one before is finished.
+
+    Args:
+        carries: there are gradients of earlier micro-batches.
+        last: the optimizer steps after it.
+    """
     units, widths, prefetch = held.units, held.plan.widths, held.plan.prefetch
     nesting = _Nesting.of(tuple(unit.name for unit in units))
-    whole, sliced = _carried(held)
+    sends = last or held.kind.shards_gradients
+    whole, sliced = _carried(held) if carries else (0.0, 0.0)
     kept = sum(unit.activations for unit in units)
     checkpoints = sum(unit.checkpoint for unit in units)
     order = nesting.backward
@@ -389,11 +392,13 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
             )
         kept -= unit.activations
         checkpoints -= unit.checkpoint
-        if held.plan.micro_batches == 1:
+        if last:
             done.append(i)
         if not unit.numels:
             continue
-        posted = float(widths.accumulate * held.slices[i])
+        posted = float(widths.accumulate * held.slices[i]) if sends else 0.0
+        if not sends and not carries:
+            whole += widths.accumulate * held.padded[i]
         yield (
             "backward",
             held.sizes(
@@ -404,7 +409,9 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
                 checkpoints=checkpoints,
             ),
         )
-        if not held.plan.adds_up:
+        if not sends:
+            continue
+        if not (carries and held.kind.shards_gradients):
             sliced += becoming
         becoming = posted
         leaving = arrived if held.lingers(i) else 0.0
@@ -412,5 +419,6 @@ def _backward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
             # What micro-batches have kept goes out, with this one's added.
             whole -= widths.accumulate * held.padded[i]
             leaving = float(widths.accumulate * held.padded[i]) if held.lingers(i) else 0.0
-    sliced += 0.0 if held.plan.adds_up else becoming
-    yield "backward", held.sizes(parameters_gathered=held.gathered((), range(len(units))), gradients_sliced=sliced)
+    if last:
+        sliced += 0.0 if carries and held.kind.shards_gradients else becoming
+        yield "backward", held.sizes(parameters_gathered=held.gathered((), range(len(units))), gradients_sliced=sliced)

@@ -118,6 +118,7 @@ class Bucket:
             self.meter.add("parameters_sliced", self.master.nbytes)
         self._fresh = self._aliased
         self._gathering: Collective | None = None
+        self._sent_from_whole: Collective | None = None
         self.entries = [self._entry(position, item) for position, item in enumerate(found)]
         self._dtensors = [entry.whole for entry in self.entries if is_dtensor(entry.whole)]
         self._version = self._whole_version
@@ -258,10 +259,11 @@ class Bucket:
             return
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
-        mine = self.master.to(self.dtypes.compute)
-        if mine is not self.master:
-            self.meter.follow("communication", mine)
+        mine = self.master
+        if self.dtypes.compute != self.dtypes.master and self.mesh.shard.size > 1:
+            mine = self._own_part(self._whole.flat).copy_(mine)
         self._gathering = self.mesh.shard.all_gather(mine, self._whole.flat, self.unit, self.tag + backward)
+        self._sent_from_whole = None if mine is self.master else self._gathering
         self._fresh = self._gathering is None
 
     def finish_gather(self) -> None:
@@ -274,6 +276,9 @@ class Bucket:
     def release(self) -> None:
         """Give the memory of the whole parameters back."""
         self.finish_gather()
+        if self._sent_from_whole is not None:
+            self._sent_from_whole.settle()
+            self._sent_from_whole = None
         if not self._aliased:
             if self._whole.free():
                 self.meter.add("parameters_gathered", -self._whole.nbytes)
