@@ -44,7 +44,8 @@ def rendered(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name, *arguments = match[2].split()
-        return f"{match[1]}\n{MADE[name](*arguments).strip()}\n\n{match[3]}"
+        made = MADE[name](*arguments).strip("\n")
+        return f"{match[1]}\n{made}\n\n{match[3]}"
 
     return _BLOCK.sub(fill, text)
 
