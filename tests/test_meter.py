@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import onecopy
+from onecopy.memory.meter import beside
 from ranks import run_ranks
 
 WIDTH = 64
@@ -145,6 +146,18 @@ def test_windows_do_not_grow_with_depth(stage: int) -> None:
 def test_nothing_grows_after_the_second_step(stage: int) -> None:
     for got in run_ranks(2, _sizes, stage, 4, 5):
         assert got["last"] == got["earlier"]
+
+
+def test_what_is_in_no_category_is_shown_beside_the_sum() -> None:
+    """Sums by hand: an allocator's 900 bytes in tensors and 1,000 reserved; a process's 700; none known."""
+    assert beside(800, {"resident": 5000, "allocated": 900, "reserved": 1000}) == {"other": 100, "fragmentation": 100}
+    assert beside(600, {"resident": 700, "cgroup_limit": 10**9}) == {"other": 100}
+    assert beside(600, {}) == {}
+    model = onecopy.shard(nn.Linear(64, 64), 0)
+    table = dict(line.split()[:2] for line in onecopy.meter(model).table().splitlines() if len(line.split()) > 1)
+    counted, resident, other = (int(table[name].replace(",", "")) for name in ("sum", "resident", "other"))
+    assert counted == 4 * (64 * 64 + 64)
+    assert counted + other == resident
 
 
 class _Storages:

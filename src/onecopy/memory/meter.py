@@ -96,8 +96,27 @@ class Meter:
         rows += [f"{c:<22}" + "".join(f"{column[c]:>16,}" for column in columns.values()) for c in CATEGORIES]
         rows.append(f"{'sum':<22}" + "".join(f"{sum(column.values()):>16,}" for column in columns.values()))
         rows += [f"{name + ', off device':<22}{nbytes:>16,}" for name, nbytes in self.off_device.items()]
-        rows += [f"{name:<22}{value:>16,}" for name, value in process_memory().items()]
+        process = process_memory()
+        process |= beside(self.total, process)
+        rows += [f"{name:<22}{value:>16,}" for name, value in process.items()]
         return "\n".join(rows)
+
+
+def beside(counted: int, process: Mapping[str, int]) -> dict[str, int]:
+    """What memory goes to that is in no category.
+
+    Args:
+        counted: bytes of all categories.
+        process: as `process_memory` returns it.
+
+    Returns:
+        Bytes: ``other`` are tensors that the engine does not see, on CUDA, where ``fragmentation`` is what the
+        allocator has reserved beyond all tensors; on the CPU all that is resident beyond what was counted.
+    """
+    if "allocated" in process:
+        allocated = process["allocated"]
+        return {"other": allocated - counted, "fragmentation": process["reserved"] - allocated}
+    return {"other": process["resident"] - counted} if "resident" in process else {}
 
 
 def process_memory() -> dict[str, int]:
