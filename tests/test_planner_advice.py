@@ -21,8 +21,8 @@ from onecopy.planner.memory import model_state_bytes
 from onecopy.planner.paste import as_dict, config_toml, shard_call
 from onecopy.planner.quantities import count, gigabytes, parse_bytes, parse_count, parse_rate, rate
 from onecopy.planner.redundancy import redundancy
+from onecopy.planner.schedule import CATEGORIES
 from onecopy.planner.shape import from_count, from_sizes
-from onecopy.planner.step import CATEGORIES
 from onecopy.planner.sweep import HURTS, crossover, curves, parse_range, thresholds
 from onecopy.planner.tensor import degrees
 from onecopy.planner.zero_r import configure, paper

@@ -11,8 +11,9 @@ from onecopy.errors import SettingsError
 from onecopy.planner import activations, buffers, offload, recovery
 from onecopy.planner.machine import Machine, gpu_of
 from onecopy.planner.memory import largest_model, model_state_bytes
+from onecopy.planner.schedule import Schedule, Unit
 from onecopy.planner.shape import from_count, from_sizes
-from onecopy.planner.step import Schedule, Unit, held_between_steps
+from onecopy.planner.step import held_between_steps
 from onecopy.planner.time import Link, all_reduce_seconds, gather_seconds, hiding_tokens, overlap, step_flops
 from onecopy.planner.traffic import step_elements
 from onecopy.sharding.precision import PIECE_NUMEL

@@ -17,9 +17,10 @@ from onecopy.errors import UsageError
 from onecopy.planner.compare import Comparison, compare, tabulate
 from onecopy.planner.estimate import Job, Option
 from onecopy.planner.fake import fake_ranks
+from onecopy.planner.schedule import Schedule, Sizes, Unit, Widths, padded_numels
 from onecopy.planner.shape import Shape, Transformer
 from onecopy.planner.simulate import Simulated, describe_units, simulate
-from onecopy.planner.step import Schedule, Sizes, Unit, Widths, padded_numels, step_bytes
+from onecopy.planner.step import step_bytes
 from onecopy.planner.traffic import step_elements
 from ranks import run_ranks
 

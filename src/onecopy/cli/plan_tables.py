@@ -15,7 +15,7 @@ from onecopy.planner.machine import Machine
 from onecopy.planner.paste import config_toml, shard_call
 from onecopy.planner.quantities import count, gigabytes, rate, seconds
 from onecopy.planner.redundancy import Redundancy
-from onecopy.planner.step import CATEGORIES
+from onecopy.planner.schedule import CATEGORIES
 from onecopy.planner.sweep import Curve, Threshold
 from onecopy.planner.zero_r import Configured
 from onecopy.stage import Stage

@@ -10,8 +10,9 @@ from typing import Any
 
 from onecopy.errors import SettingsError
 from onecopy.planner.estimate import Job, Option
+from onecopy.planner.schedule import Schedule, Sizes, Unit
 from onecopy.planner.shape import checkpointed
-from onecopy.planner.step import Schedule, Sizes, Unit, step_bytes
+from onecopy.planner.step import step_bytes
 
 
 @dataclass(frozen=True)

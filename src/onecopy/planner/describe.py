@@ -17,8 +17,8 @@ from typing import Any
 from onecopy.errors import SettingsError
 from onecopy.planner.activations import HIDDEN_COPIES
 from onecopy.planner.quantities import count, parse_count
+from onecopy.planner.schedule import Unit
 from onecopy.planner.shape import Shape, Transformer, from_count
-from onecopy.planner.step import Unit
 from onecopy.planner.tensor import KNOWN
 
 

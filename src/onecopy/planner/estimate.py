@@ -12,8 +12,9 @@ from onecopy.planner.calibrated import HIDDEN_SHARE
 from onecopy.planner.machine import Machine
 from onecopy.planner.offload import cpu_step_seconds
 from onecopy.planner.quantities import gigabytes
+from onecopy.planner.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels
 from onecopy.planner.shape import Checkpointing, Shape, kept_bytes
-from onecopy.planner.step import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels, step_bytes
+from onecopy.planner.step import step_bytes
 from onecopy.planner.tensor import cut
 from onecopy.planner.time import StepSeconds, all_reduce_seconds, gather_seconds, overlap, step_flops
 from onecopy.planner.traffic import step_elements

@@ -17,7 +17,7 @@ from onecopy.planner.estimate import Estimate, Job
 from onecopy.planner.machine import Machine
 from onecopy.planner.paste import shard_call
 from onecopy.planner.quantities import count, gigabytes, rate, seconds
-from onecopy.planner.step import CATEGORIES
+from onecopy.planner.schedule import CATEGORIES
 from onecopy.planner.sweep import HURTS, Curve
 
 WIDTH: Final = 1110

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from onecopy.errors import SettingsError
 from onecopy.planner.activations import HIDDEN_COPIES, LOGITS_BYTES, checkpoint_bytes, copies_bytes, logits_bytes
-from onecopy.planner.step import Unit
+from onecopy.planner.schedule import Unit
 
 Checkpointing = Literal["off", "units", "units+cpu", "P_a", "P_a+cpu"]
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import onecopy
 from onecopy.memory.meter import Meter
 from onecopy.planner.fake import fake_ranks, fake_tensors
-from onecopy.planner.step import Schedule, Sizes, Unit
+from onecopy.planner.schedule import Schedule, Sizes, Unit
 from onecopy.sharding.api import engine_of
 from onecopy.sharding.discover import Units, find_parameters, find_scopes
 from onecopy.sharding.precision import Precision

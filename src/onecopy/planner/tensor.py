@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from onecopy.errors import SettingsError
 from onecopy.planner.machine import Machine
+from onecopy.planner.schedule import Unit
 from onecopy.planner.shape import Shape, is_block
-from onecopy.planner.step import Unit
 
 KNOWN: Final = ("gpt2", "llama", "mistral", "qwen2")
 """`model_type`s of transformers whose blocks onecopy's training job can cut."""

@@ -14,9 +14,10 @@ from onecopy.planner.activations import share_of_layer
 from onecopy.planner.describe import transformer_of
 from onecopy.planner.estimate import Job, Option, step_seconds
 from onecopy.planner.machine import GPUS, Machine
+from onecopy.planner.schedule import Phase, Schedule, Sizes, Unit, padded_numels
 from onecopy.planner.shape import Checkpointing, Shape, Transformer, checkpointed, is_block, kept_bytes
 from onecopy.planner.simulate import describe_units
-from onecopy.planner.step import Phase, Schedule, Sizes, Unit, padded_numels, step_bytes
+from onecopy.planner.step import step_bytes
 from onecopy.planner.tensor import cut
 from onecopy.planner.traffic import step_elements
 from onecopy.recipes.config import Config
