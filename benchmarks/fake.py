@@ -97,7 +97,7 @@ class Replay:
 
 
 def _call(op: str, numel: int, num_ranks: int) -> Callable[[], object]:
-    """The collective as `NativeCalls` in comm/transport.py issues it, on slices of ``numel`` elements."""
+    """The collective as `NativeCalls` in comm/native_calls.py issues it, on slices of ``numel`` elements."""
     whole, own = torch.zeros(numel * num_ranks), torch.zeros(numel)
 
     group = dist.group.WORLD

@@ -35,7 +35,7 @@ def _backend_name(rank: int) -> str:
 
 
 def test_backend_of_a_group_has_a_name() -> None:
-    """comm/transport.py; read in torch 2.13."""
+    """comm/backends.py; read in torch 2.13."""
     assert run_ranks(2, _backend_name) == ["gloo", "gloo"]
 
 
@@ -46,7 +46,7 @@ def _group_limit(rank: int) -> float:
 
 
 def test_backend_of_a_group_tells_its_time_limit() -> None:
-    """comm/transport.py; read in torch 2.13."""
+    """comm/backends.py; read in torch 2.13."""
     assert run_ranks(2, _group_limit, group_timeout=17) == [17.0, 17.0]
 
 
@@ -187,7 +187,7 @@ def _methods_of_a_group(rank: int) -> list[list[float]]:
 
 
 def test_process_groups_have_the_methods_behind_the_functions() -> None:
-    """comm/transport.py; read in torch 2.13. The fake group copies this rank's own values."""
+    """comm/native_calls.py; read in torch 2.13. The fake group copies this rank's own values."""
     assert run_ranks(1, _methods_of_a_group, group=False) == [[[1.0, 1.0], [1.0], [1.0]]]
 
 

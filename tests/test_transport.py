@@ -16,10 +16,12 @@ import onecopy
 from onecopy.comm import mesh as mesh_file
 from onecopy.comm.collective import Collective, Label, Posted, Program
 from onecopy.comm.cross_memory import SWITCH, Neighbours, find_neighbours
+from onecopy.comm.direct_exchange import DirectExchange
 from onecopy.comm.ledger import Ledger
+from onecopy.comm.native_calls import NativeCalls
 from onecopy.comm.outgoing import Flat, Outgoing
 from onecopy.comm.remote_memory import Window
-from onecopy.comm.transport import DirectExchange, NativeCalls, Peers, Transport
+from onecopy.comm.transport import Peers, Transport
 from onecopy.errors import CollectiveError, CollectiveTimeout
 from onecopy.memory.staging import Staging
 from ranks import run_ranks

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from onecopy.comm.backends import control_device, meet, transport_for
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.outgoing import Outgoing
-from onecopy.comm.transport import Peers, Transport, control_device, meet, transport_for
+from onecopy.comm.transport import Peers, Transport
 from onecopy.errors import CollectiveError, SettingsError
 from onecopy.memory.staging import Staging
 

@@ -1,0 +1,92 @@
+"""NativeCalls: the backend's own primitives, for NCCL and any backend not known here (see `transport.py`).
+
+Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: the methods of `ProcessGroup` behind
+`dist.all_gather_single`, `dist.reduce_scatter_single` and `dist.all_reduce`, public by name and not documented.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from onecopy.comm.collective import Posted, Program
+from onecopy.comm.outgoing import Outgoing, copy_slices
+from onecopy.comm.transport import Exchanged, Peers, through
+from onecopy.memory.staging import Staging
+
+
+class NativeCalls:
+    """The backend's own collectives, on its own streams; waiting orders the caller's stream after them.
+
+    Those of every unit go to the process group itself: torch.distributed's functions of the same names would only
+    check again, at each call, what holds for every one of them.
+
+    Args:
+        staging: buffers through which gradients pass.
+        averages: NCCL averages by itself, which keeps fp16 sums in range; others sum and leave the division to us.
+    """
+
+    def __init__(self, staging: Staging, *, averages: bool) -> None:
+        self._staging = staging
+        self._averages = averages
+        operation = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
+        self._reduce_scatter = dist.ReduceScatterOptions()
+        self._reduce_scatter.reduceOp = operation
+        self._all_reduce = dist.AllreduceOptions()
+        self._all_reduce.reduceOp = operation
+
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
+        yield _native(peers.group.all_gather_single(whole, mine))
+        return []
+
+    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+        # Sums are taken where they stay, or in a row of their own where they are of another dtype.
+        casts = out.dtype != outgoing.dtype
+        with self._staging.borrow(peers.size + casts, out.numel(), outgoing.dtype, out.device) as loan:
+
+            def post(number: int) -> Exchanged:
+                own, (start, stop) = loan.piece(number), loan.pieces[number]
+                total = out[start:stop]
+                if casts:
+                    own, total = own[:-1], own[-1]
+                copy_slices(outgoing, own, start)
+                return _native(peers.group.reduce_scatter_single(total, own.view(-1), self._reduce_scatter)), []
+
+            def take(number: int) -> None:
+                if casts:
+                    out[slice(*loan.pieces[number])].copy_(loan.piece(number)[-1])
+
+            yield from through(loan, post, take, outgoing)
+        if not self._averages:
+            out.div_(peers.size)
+        return []
+
+    def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+        with self._staging.borrow(1, out.numel(), outgoing.dtype, out.device) as loan:
+
+            def post(number: int) -> Exchanged:
+                (piece,) = loan.piece(number)
+                outgoing.copy_to(piece, loan.pieces[number][0])
+                return _native(peers.group.allreduce([piece], self._all_reduce)), []
+
+            def take(number: int) -> None:
+                out[slice(*loan.pieces[number])].copy_(loan.piece(number)[0])
+
+            yield from through(loan, post, take, outgoing)
+        if not self._averages:
+            out.div_(peers.size)
+        return []
+
+    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+        slices = list(whole.chunk(peers.size)) if peers.rank == 0 else None
+        yield _native(dist.scatter(out, slices, src=peers.ranks[0], group=peers.group, async_op=True))
+        return []
+
+    def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
+        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        yield _native(dist.all_reduce(values, op=operation, group=peers.group, async_op=True))
+        return []
+
+
+def _native(work: dist.Work | None) -> list[Posted]:
+    return [] if work is None else [Posted(work, None)]
