@@ -3,7 +3,7 @@
 
     python benchmarks/bucket_bytes.py --ranks 2 --mib 32
 
-Gloo over loopback, fp32 and bf16, the median of interleaved rounds; N forked ranks, one thread each.
+Ranks that read each other's memory, fp32 and bf16, the median of interleaved rounds; N forked ranks, one thread each.
 """
 
 from __future__ import annotations
