@@ -1,7 +1,8 @@
 """Systems: onecopy's stages and its peers, each set up for the same model, and how each takes a step.
 
-All use AdamW with its defaults, fused, and are told the same units (`model.blocks`). DeepSpeed gets buckets of DDP's
-size and neither clipping nor parameters that stay whole; it runs where its package is installed, and so does FairScale.
+All use AdamW with its defaults, fused. fully_shard is told its units (`model.blocks`), which onecopy finds by itself.
+DeepSpeed gets buckets of DDP's size and neither clipping nor parameters that stay whole; it runs where its package is
+installed, and so does FairScale.
 """
 
 from __future__ import annotations

@@ -91,22 +91,21 @@ def _is_wanted(name: str, module: nn.Module, wanted: object) -> bool:
 
 
 def _repeated_blocks(module: nn.Module, prefix: str) -> set[str]:
-    """Names of repeated blocks below ``module``; inside one only if most of its parameters are in blocks again."""
+    """Names of repeated blocks below ``module``; inside one only if most of its parameters are in blocks again.
+
+    A block's own layers are none: a convolution or a norm alone is not worth a message.
+    """
+    blocks = _blocks_of(module)
     found: set[str] = set()
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        blocks = _blocks_of(child)
-        if not blocks:
-            found |= _repeated_blocks(child, path)
-            continue
-        for key, block in blocks.items():
-            found.add(f"{path}.{key}")
-            inner = _repeated_blocks(block, f"{path}.{key}")
-            inside = sum(_numel(block.get_submodule(n[len(path) + len(key) + 2 :])) for n in inner)
-            if 2 * inside >= _numel(block):
-                found |= inner
-    if isinstance(module, nn.ModuleList | nn.Sequential) and not prefix:
-        found |= set(_blocks_of(module))
+        inside = {inner: child.get_submodule(inner[len(path) + 1 :]) for inner in _repeated_blocks(child, path)}
+        if name in blocks:
+            found.add(path)
+            inside = {inner: block for inner, block in inside.items() if next(block.children(), None) is not None}
+            if 2 * sum(map(_numel, inside.values())) < _numel(child):
+                continue
+        found |= inside.keys()
     return found
 
 
