@@ -17,6 +17,14 @@ class Block(nn.Module):
         return self.body(x)
 
 
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 4, 7, groups=4), nn.LayerNorm(4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+
+
 def bottleneck() -> Block:
     return Block(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
 
@@ -37,6 +45,10 @@ MODELS = {
         model(stages=nn.ModuleList([nn.Sequential(bottleneck(), bottleneck()) for _ in range(2)])),
         ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"],
     ),
+    "blocks of convolutions with their norms": (
+        model(stages=nn.ModuleList([nn.Sequential(Block(convolution(), convolution())) for _ in range(2)])),
+        ["stages.0", "stages.1"],
+    ),
     "stages that do something beside, as in a Swin": (
         model(stages=nn.ModuleList([Block(bottleneck(), bottleneck(), nn.Conv2d(4, 2, 1)) for _ in range(2)])),
         ["stages.0", "stages.0.body.0", "stages.0.body.1", "stages.1", "stages.1.body.0", "stages.1.body.1"],
@@ -44,6 +56,10 @@ MODELS = {
     "a plain stack of layers": (
         nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
         ["0", "2"],
+    ),
+    "stages of flat blocks, as in a ConvNeXt": (
+        model(stages=nn.ModuleList([nn.Sequential(flat(), flat()), nn.Sequential(flat(), flat())])),
+        ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"],
     ),
     "blocks, and a large table": (
         model(table=nn.Embedding(100, 4), blocks=nn.ModuleList([bottleneck(), bottleneck()])),

@@ -93,7 +93,7 @@ def _is_wanted(name: str, module: nn.Module, wanted: object) -> bool:
 def _repeated_blocks(module: nn.Module, prefix: str) -> set[str]:
     """Names of repeated blocks below ``module``; inside one only if most of its parameters are in blocks again.
 
-    A block's own layers are none: a convolution or a norm alone is not worth a message.
+    A block's own layers are none: a convolution with its norm is not worth a message, and three layers make a block.
     """
     blocks = _blocks_of(module)
     found: set[str] = set()
@@ -102,11 +102,16 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> set[str]:
         inside = {inner: child.get_submodule(inner[len(path) + 1 :]) for inner in _repeated_blocks(child, path)}
         if name in blocks:
             found.add(path)
-            inside = {inner: block for inner, block in inside.items() if next(block.children(), None) is not None}
+            inside = {inner: block for inner, block in inside.items() if _count_layers(block) >= 3}
             if 2 * sum(map(_numel, inside.values())) < _numel(child):
                 continue
         found |= inside.keys()
     return found
+
+
+def _count_layers(module: nn.Module) -> int:
+    """Modules at or below ``module`` that have parameters of their own."""
+    return sum(any(p is not None for p in part._parameters.values()) for part in module.modules())
 
 
 def _blocks_of(module: nn.Module) -> dict[str, nn.Module]:
