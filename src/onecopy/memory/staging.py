@@ -7,10 +7,8 @@ and lent again, so a steady training loop allocates none. The bound is an upper 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final
 
 import torch
@@ -35,31 +33,62 @@ _LOANS: Final = 2
 """Buffers made at once: two units' reduces are under way at a time, or may be, and memory is not to depend on that."""
 
 
-@dataclass(frozen=True)
+class _Plan:
+    """How slices pass through a buffer: worked out once for each size.
+
+    Args:
+        rows: slices in a piece.
+        numel: elements of a slice.
+        dtype: of the elements.
+        limit: most bytes of the buffer.
+    """
+
+    def __init__(self, rows: int, numel: int, dtype: torch.dtype, limit: int) -> None:
+        self.rows = rows
+        self.numel = numel
+        self.dtype = dtype
+        self.banks, self.columns = 1, numel
+        if rows * numel * dtype.itemsize > limit:
+            self.banks, self.columns = 2, max(1, min(numel, limit // (2 * rows * dtype.itemsize)))
+        self.nbytes = self.banks * rows * self.columns * dtype.itemsize
+        self.pieces = [(start, min(start + self.columns, numel)) for start in range(0, numel, self.columns)]
+
+
 class Loan:
-    """Memory for pieces of ``rows`` slices each.
+    """Memory for pieces, lent until the end of a `with` block.
 
     Attributes:
         banks: one, where the limit allows for whole slices, else two: one can be filled while the other is read.
-        rows: slices in a piece.
         columns: most elements of each slice in a piece.
-        numel: elements of a slice.
+        pieces: where the pieces of a slice begin and end, in elements.
     """
 
-    banks: tuple[Tensor, ...]
-    rows: int
-    columns: int
-    numel: int
-
-    @cached_property
-    def pieces(self) -> list[tuple[int, int]]:
-        """Where the pieces of a slice begin and end, in elements."""
-        return [(start, min(start + self.columns, self.numel)) for start in range(0, self.numel, self.columns)]
+    def __init__(self, plan: _Plan, buffer: Tensor, shelf: _Shelf, on_drop: Callable[[int], None]) -> None:
+        self.columns = plan.columns
+        self.pieces = plan.pieces
+        self._rows = plan.rows
+        self._buffer = buffer
+        self._shelf = shelf
+        self._on_drop = on_drop
+        flat = buffer[: plan.nbytes].view(plan.dtype)
+        self.banks = (flat,) if plan.banks == 1 else flat.split(plan.rows * plan.columns)
 
     def piece(self, number: int) -> Tensor:
         """Memory for piece ``number``, of shape (rows, elements), contiguous; that of the piece a bank earlier."""
-        width = min(self.columns, self.numel - number * self.columns)
-        return self.banks[number % len(self.banks)][: self.rows * width].view(self.rows, width)
+        start, stop = self.pieces[number]
+        bank = self.banks[number % len(self.banks)]
+        if stop - start < self.columns:
+            bank = bank[: self._rows * (stop - start)]
+        return bank.view(self._rows, stop - start)
+
+    def __enter__(self) -> Loan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._buffer.nbytes == self._shelf.nbytes:
+            self._shelf.idle.append(self._buffer)
+        else:
+            self._on_drop(self._buffer.nbytes)
 
 
 class Staging:
@@ -75,31 +104,24 @@ class Staging:
         self._on_change = on_change
         self._arena = Arena()
         self._shelves: defaultdict[torch.device, _Shelf] = defaultdict(_Shelf)
+        self._plans: dict[tuple[int, int, torch.dtype, torch.device], _Plan] = {}
 
-    @contextmanager
-    def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Iterator[Loan]:
+    def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
         """A buffer for pieces of ``rows`` slices of ``numel`` elements; at least one element of each in a piece."""
-        banks, columns = 1, numel
-        limit = default_bytes(device) if self._limit is None else self._limit
-        if rows * numel * dtype.itemsize > limit:
-            banks, columns = 2, max(1, min(numel, limit // (2 * rows * dtype.itemsize)))
-        needed = banks * rows * columns * dtype.itemsize
+        key = rows, numel, dtype, device
+        plan = self._plans.get(key)
+        if plan is None:
+            limit = default_bytes(device) if self._limit is None else self._limit
+            plan = self._plans[key] = _Plan(rows, numel, dtype, limit)
         shelf = self._shelves[device]
-        if needed > shelf.nbytes:
+        if plan.nbytes > shelf.nbytes:
             # Smaller ones would not be lent again once the largest unit has been seen.
             for _ in range(len(shelf.idle)):
                 self._count(-shelf.idle.pop().nbytes)
-            shelf.nbytes = needed
-            shelf.idle = [self._make(needed, device) for _ in range(_LOANS)]
+            shelf.nbytes = plan.nbytes
+            shelf.idle = [self._make(plan.nbytes, device) for _ in range(_LOANS)]
         buffer = shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
-        try:
-            flat = buffer[:needed].view(dtype)
-            yield Loan((flat,) if banks == 1 else flat.split(rows * columns), rows, columns, numel)
-        finally:
-            if buffer.nbytes == shelf.nbytes:
-                shelf.idle.append(buffer)
-            else:
-                self._count(-buffer.nbytes)
+        return Loan(plan, buffer, shelf, lambda nbytes: self._count(-nbytes))
 
     def _make(self, nbytes: int, device: torch.device) -> Tensor:
         self._count(nbytes)

@@ -73,15 +73,21 @@ class Layout:
         return self.slice_numel * self.num_slices
 
     @cached_property
-    def _stretches(self) -> list[int]:
-        """Elements of each parameter and of the padding after it, in turn."""
+    def _stretches(self) -> tuple[list[int], list[int]]:
+        """Lengths of what lies in the flat buffer, paddings included, and which of these are the parameters."""
+        lengths: list[int] = []
+        places = []
         ends = (*self.offsets[1:], self.padded_numel)
-        pairs = zip(self.numels, self.offsets, ends, strict=True)
-        return [stretch for numel, start, end in pairs for stretch in (numel, end - start - numel)]
+        for numel, start, end in zip(self.numels, self.offsets, ends, strict=True):
+            places.append(len(lengths))
+            lengths += [numel, end - start - numel] if end > start + numel else [numel]
+        return lengths, places
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Of a flat buffer, the part of each parameter, 1-D."""
-        return list(flat.split(self._stretches)[::2])
+        lengths, places = self._stretches
+        stretches = flat.split(lengths)
+        return [stretches[place] for place in places]
 
     def segment(self, index: int, rank: int) -> Segment:
         """What the slice of ``rank`` holds of parameter ``index``."""
