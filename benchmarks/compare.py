@@ -3,7 +3,8 @@
     python benchmarks/compare.py --fast
     sudo python benchmarks/compare.py --case gpt-30m --ranks 2 4 --micro-batches 1 4 --json results.json
 
-Times are ratios, taken step by step in one run (`contest.py`); a time counts only if its losses agree with DDP's.
+Times are ratios, taken step by step in one run (`contest.py`); a time counts only if its losses agree with DDP's. The
+floor, "no communication", is what every system has to compute (`floor.py`): a target below it is out of reach here.
 DeepSpeed and FairScale take part where they are installed. DeepSpeed compiles an extension at its first start, which
 takes g++ some five minutes: let it end, for a build that is killed leaves a lock behind. Bytes on the wire need root,
 for network namespaces. Whatever cannot be had is named and left out.
@@ -28,11 +29,11 @@ import torch
 
 import overhead
 from cases import CASES, DTYPES
-from contest import Contest, hold
+from contest import Contest, Timed, hold
 from namespaces import unavailable
 from onecopy.comm.cross_memory import SWITCH
 from onecopy.report.machine import describe_machine
-from systems import SYSTEMS
+from systems import FLOOR, SYSTEMS
 from weighing import EXPLAINED, account
 from work import Work
 
@@ -59,8 +60,14 @@ OVERHEAD: Final = tuple(overhead.Case("linear", 100, ranks, stage) for stage in 
 _MIB: Final = 2**20
 
 
+def unreachable(contest: Contest, target: Target) -> float | None:
+    """The floor over the target's peer if, as it is shown, it lies above the target; else None."""
+    floor = contest.floor_ratio(target.peer)
+    return floor[0] if floor is not None and round(floor[0], 2) > target.ratio else None
+
+
 def systems_table(contest: Contest) -> str:
-    """One line for each system: what it took, and its step time over DDP's."""
+    """One line for each system, and one for the floor: what it took, and its step time over DDP's."""
     heads = (
         "step s",
         "/ DDP (quartiles)",
@@ -78,34 +85,45 @@ def systems_table(contest: Contest) -> str:
             continue
         cells = [""] * len(heads)
         if name in counted:
-            cells[0] = f"{statistics.median(counted[name].seconds):.3f}"
-            cells[1] = _spread(contest.ratio(name, "DDP")) if "DDP" in counted else ""
-            cells[2] = f"{statistics.median(counted[name].optimizer):.4f}"
+            cells[:3] = time_cells(counted[name], contest.ratio(name, "DDP") if "DDP" in counted else None)
         if name in contest.weighed:
             weighed = contest.weighed[name]
             meter = None if weighed.meter is None else sum(weighed.meter.values())
             sizes = (weighed.resident, meter, weighed.formula, weighed.sent, weighed.paper)
             cells[3:] = ["" if size is None else f"{size / _MIB:.1f}" for size in sizes]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    if contest.floor is not None:
+        cells = [""] * len(heads)
+        cells[:3] = time_cells(contest.floor, contest.floor_ratio("DDP") if "DDP" in counted else None)
+        lines.append(f"| the floor: {FLOOR} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def time_cells(timed: Timed, ratio: tuple[float, float, float] | None) -> list[str]:
+    """Medians of the step's seconds and of the optimizer's, with the ratio between them."""
+    seconds, optimizer = statistics.median(timed.seconds), statistics.median(timed.optimizer)
+    return [f"{seconds:.3f}", "" if ratio is None else _spread(ratio), f"{optimizer:.4f}"]
+
+
 def targets_table(contest: Contest) -> str:
-    """Each target beside what was measured; memory beside the peers of the same stage."""
-    lines = ["| onecopy | peer | target | found (quartiles) | |", "|---|---|---|---|---|"]
+    """Each target beside what was measured and the floor; memory beside the peers of the same stage."""
+    lines = ["| onecopy | peer | target | found (quartiles) | floor | |", "|---|---|---|---|---|---|"]
     counted = contest.agreeing
     for target in TARGETS:
         if target.system in counted and target.peer in counted:
-            found = contest.ratio(target.system, target.peer)
+            found, floor = contest.ratio(target.system, target.peer), contest.floor_ratio(target.peer)
+            verdict, out = _verdict(found[0], target.ratio), unreachable(contest, target)
+            if verdict != "met" and out is not None:
+                verdict += f", out of reach here: the floor is {out:.2f}"
             lines.append(
                 f"| {target.system} | {target.peer} | time ≤ {target.ratio:.2f} | {_spread(found)} | "
-                f"{_verdict(found[0], target.ratio)} |"
+                f"{'' if floor is None else f'{floor[0]:.2f}'} | {verdict} |"
             )
     for name, peer in itertools.product(contest.weighed, repeat=2):
         ours = name.startswith("onecopy") and not peer.startswith("onecopy")
         if ours and SYSTEMS[name].stage == SYSTEMS[peer].stage:
             found_memory = contest.weighed[name].resident / contest.weighed[peer].resident
-            lines.append(f"| {name} | {peer} | RSS ≤ 1.00 | {found_memory:.2f} | {_verdict(found_memory, 1.0)} |")
+            lines.append(f"| {name} | {peer} | RSS ≤ 1.00 | {found_memory:.2f} | | {_verdict(found_memory, 1.0)} |")
     return "\n".join(lines)
 
 

@@ -2,7 +2,8 @@
 
 Time is taken with all systems in the same processes, each taking one step in turn, so that the machine's ups and downs
 meet all alike. Memory and traffic are taken with each system alone in processes of its own (`weighing.py`), for the
-resident set tells nothing about one among many. A system that cannot run alone is left out by name.
+resident set tells nothing about one among many. A system that cannot run alone is left out by name. The floor takes its
+steps among the others, and nothing else of it is compared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Timed:
     """Seconds of each counted step and of the optimizer's part in it, on the slowest rank; and the losses.
 
     Attributes:
-        deviation: the largest share by which a loss differed from the first system's, on any rank.
+        deviation: the largest share by which a loss differed, on any rank, from that of the first system but the floor.
     """
 
     seconds: list[float]
@@ -42,7 +43,12 @@ class Timed:
 
 @dataclass
 class Contest:
-    """Everything found for one piece of work."""
+    """Everything found for one piece of work.
+
+    Attributes:
+        timed: of systems that train.
+        floor: of the one that only computes what they all have to; None if it took no part.
+    """
 
     work: Work
     parameters: int
@@ -50,6 +56,7 @@ class Contest:
     timed: dict[str, Timed] = field(default_factory=dict)
     weighed: dict[str, Weighed] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    floor: Timed | None = None
 
     @property
     def agreeing(self) -> dict[str, Timed]:
@@ -58,17 +65,25 @@ class Contest:
 
     def ratio(self, name: str, peer: str) -> tuple[float, float, float]:
         """Median and quartiles of a system's step time over a peer's, step by step."""
-        pairs = [own / other for own, other in zip(self.timed[name].seconds, self.timed[peer].seconds, strict=True)]
-        low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
-        return middle, low, high
+        return _ratio(self.timed[name], self.timed[peer])
+
+    def floor_ratio(self, peer: str) -> tuple[float, float, float] | None:
+        """The same of the floor's step time; None if it took no part."""
+        return None if self.floor is None else _ratio(self.floor, self.timed[peer])
+
+
+def _ratio(own: Timed, other: Timed) -> tuple[float, float, float]:
+    pairs = [mine / theirs for mine, theirs in zip(own.seconds, other.seconds, strict=True)]
+    low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive")
+    return middle, low, high
 
 
 def hold(work: Work, systems: Mapping[str, System], *, weigh: bool, network: bool, limit: float) -> Contest:
     """Run a contest. The caller must run no threads.
 
     Args:
-        systems: by name; ratios of losses are to the first.
-        weigh: take memory too; a system that fails at it is left out of the timed steps.
+        systems: by name; losses are held against those of the first but the floor.
+        weigh: take memory too, but of the floor; a system that fails at it is left out of the timed steps.
         network: count bytes on the wire while it is weighed; needs root.
         limit: seconds for a system alone, and four times that for all together.
     """
@@ -76,7 +91,7 @@ def hold(work: Work, systems: Mapping[str, System], *, weigh: bool, network: boo
     contest.left_out = {name: reason for name, system in systems.items() if (reason := system.obstacle)}
     if weigh:
         for name, system in systems.items():
-            if name not in contest.left_out:
+            if name not in contest.left_out and not system.floor:
                 try:
                     contest.weighed[name] = weigh_alone(work, system, network, limit)
                 except (RanksError, ProcessException) as error:
@@ -84,7 +99,9 @@ def hold(work: Work, systems: Mapping[str, System], *, weigh: bool, network: boo
     remaining = {name: system for name, system in systems.items() if name not in contest.left_out}
     if work.steps > 1 and remaining:
         lines = run_ranks(work.ranks, _time, remaining, work, limit=4 * limit, threads=work.threads, progress=_progress)
-        contest.timed = {name: Timed(**timed) for name, timed in json.loads(lines[0][-1]).items()}
+        timed = {name: Timed(**one) for name, one in json.loads(lines[0][-1]).items()}
+        contest.timed = {name: one for name, one in timed.items() if not systems[name].floor}
+        contest.floor = next((one for name, one in timed.items() if systems[name].floor), None)
     return contest
 
 
@@ -116,7 +133,8 @@ def _time(rank: int, write: Callable[[str], None], systems: Mapping[str, System]
             taken[name].append([perf_counter() - start, step.optimizer, step.loss])
     steps = torch.tensor([taken[name] for name in systems], dtype=torch.float64)
     losses = steps[..., 2].clone()
-    differ = ((losses - losses[0]).abs() / losses[0].abs()).amax(1)
+    expected = losses[next((index for index, system in enumerate(systems.values()) if not system.floor), 0)]
+    differ = ((losses - expected).abs() / expected.abs()).amax(1)
     for tensor in (steps, differ):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     answer = {

@@ -49,8 +49,12 @@ class Step:
         return f"python benchmarks/{self.line} --json benchmarks/results/{self.name}.json"
 
 
+_FLOOR: Final = "no communication"
+
+
 def _compare(name: str, options: str, *only: str) -> Step:
-    chosen = f" --only {shlex.join(only)}" if only else ""
+    """Times of all systems, or of some; always with the floor."""
+    chosen = f" --only {shlex.join((*only, _FLOOR))}" if only else ""
     return Step(name, "times", f"compare.py {options} --warmup 1 --no-memory --no-overhead{chosen}")
 
 

@@ -2,7 +2,7 @@
 
 All use AdamW with its defaults, fused. fully_shard is told its units (`model.blocks`), which onecopy finds by itself.
 DeepSpeed gets buckets of DDP's size and neither clipping nor parameters that stay whole; it runs where its package is
-installed, and so does FairScale.
+installed, and so does FairScale. One more is no peer but what all of them have to compute (`floor.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
 from cases import DTYPES, Batch
+from floor import adamw_on_share
 
 BUCKET_BYTES: Final = 25 * 2**20
 """DDP's default."""
@@ -62,12 +64,15 @@ class System:
         stage: whose memory and traffic it promises.
         package: what must be installed.
         ours: whether it is onecopy.
+        floor: whether it only computes what every system has to. It is then no peer: its losses agree with nobody's,
+            it has no memory or traffic to compare, and its times are kept apart (`contest.Contest.floor`).
     """
 
     stage: int
     set_up: Callable[[nn.Module, Settings], Trainer]
     package: str = "torch"
     ours: bool = False
+    floor: bool = False
 
     @property
     def obstacle(self) -> str | None:
@@ -183,6 +188,14 @@ def _fairscale(model: nn.Module, settings: Settings) -> Trainer:
     return Trainer(_loop(wrapped, optimizer, set_to_none=False))
 
 
+def _no_communication(model: nn.Module, settings: Settings) -> Trainer:
+    model = model.to(DTYPES[settings.precision])
+    return Trainer(_loop(model, adamw_on_share(model.parameters(), dist.get_rank(), dist.get_world_size())))
+
+
+FLOOR: Final = "no communication"
+"""What the floor is called among the systems."""
+
 SYSTEMS: Final = {
     "DDP": System(0, _ddp),
     **{f"onecopy stage {stage}": _onecopy(stage) for stage in range(4)},
@@ -191,6 +204,7 @@ SYSTEMS: Final = {
     "fully_shard, reshard_after_forward=True": _fully_shard(3, reshard=True),
     **{f"DeepSpeed stage {stage}": deepspeed(stage, FAIR) for stage in (1, 2, 3)},
     "FairScale ShardedDataParallel": System(2, _fairscale, "fairscale"),
+    FLOOR: System(1, _no_communication, floor=True),
 }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,7 @@ import overhead
 import wire
 from contest import Contest, Timed
 from retake import HERE, RESULTS, STEPS
-from systems import SYSTEMS
+from systems import FLOOR, SYSTEMS
 from weighing import EXPLAINED, Weighed, account
 from work import Work
 
@@ -66,6 +65,7 @@ def contests() -> dict[str, Contest]:
                 {name: Timed(**timed) for name, timed in one["timed"].items()},
                 {name: Weighed(**weighed) for name, weighed in one["weighed"].items()},
                 one["left_out"],
+                Timed(**one["floor"]) if one.get("floor") else None,
             )
     return found
 
@@ -106,7 +106,7 @@ def _command(name: str) -> str:
 
 
 def times() -> str:
-    """All targets of step time over all comparisons: median ratios, bold where missed."""
+    """All targets of step time over all comparisons: median ratios, bold where missed; a floor above it."""
     found = {name: one for name, one in contests().items() if one.timed}
     rows = []
     for target in compare.TARGETS:
@@ -115,7 +115,9 @@ def times() -> str:
             both = {target.system, target.peer} <= set(one.agreeing)
             ratio = one.ratio(target.system, target.peer)[0] if both else None
             missed = ratio is not None and round(ratio, 2) > target.ratio
-            cells.append("" if ratio is None else f"**{ratio:.2f}**" if missed else f"{ratio:.2f}")
+            out = compare.unreachable(one, target) if missed else None
+            cell = "" if ratio is None else f"**{ratio:.2f}**" if missed else f"{ratio:.2f}"
+            cells.append(cell if out is None else f"{cell} (floor {out:.2f})")
         rows.append([target.system, target.peer, f"{target.ratio:.2f}", *cells])
     return table(["onecopy", "peer", "at most", *(_short(one.work) for one in found.values())], rows)
 
@@ -197,7 +199,7 @@ def _traffic_targets() -> list[tuple[str, float, float, str]]:
 
 
 def cases() -> str:
-    """For each comparison its command and what every system took."""
+    """For each comparison its command, what every system took, and the floor."""
     parts = []
     for name, one in contests().items():
         if not one.timed:
@@ -206,11 +208,12 @@ def cases() -> str:
         for system in SYSTEMS:
             if system in one.agreeing:
                 timed = one.timed[system]
-                seconds, optimizer = statistics.median(timed.seconds), statistics.median(timed.optimizer)
-                middle, low, high = one.ratio(system, "DDP")
-                spread = f"{middle:.2f} ({low:.2f} – {high:.2f})"
-                rows.append([system, f"{seconds:.3f}", spread, f"{optimizer:.4f}"])
-        missing = [
+                rows.append([system, *compare.time_cells(timed, one.ratio(system, "DDP"))])
+        below = []
+        if one.floor is not None:
+            seconds, ratio, optimizer = compare.time_cells(one.floor, one.floor_ratio("DDP"))
+            below = [f"The floor, {FLOOR}: {seconds} s, {ratio} of DDP, the optimizer {optimizer} s."]
+        below += [
             *(
                 f"Not counted: {s}, whose losses differ by {t.deviation:.0e}."
                 for s, t in one.timed.items()
@@ -222,7 +225,7 @@ def cases() -> str:
             f"### {one.work}",
             f"{one.parameters / 1e6:.1f} M parameters, {len(timed.seconds)} steps of each system.",
         ]
-        parts += [_command(name), table(["system", "step s", "/ DDP (quartiles)", "optimizer s"], rows), *missing]
+        parts += [_command(name), table(["system", "step s", "/ DDP (quartiles)", "optimizer s"], rows), *below]
     return "\n\n".join(parts)
 
 

@@ -86,7 +86,7 @@ class Measured:
 
 
 SYSTEMS: Final = {
-    **{name: system for name, system in systems.SYSTEMS.items() if system.package in ("torch", "onecopy")},
+    **{name: one for name, one in systems.SYSTEMS.items() if one.package in ("torch", "onecopy") and not one.floor},
     **{f"DeepSpeed stage {stage}": systems.deepspeed(stage, {}) for stage in (1, 2, 3)},
 }
 """Each at its defaults."""
