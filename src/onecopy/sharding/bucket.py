@@ -24,7 +24,7 @@ from onecopy.errors import UsageError
 from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
 from onecopy.sharding.flat import FlatBuffer
-from onecopy.sharding.layout import ALIGNMENT, Layout
+from onecopy.sharding.layout import ALIGNMENT, Cut, Layout
 from onecopy.sharding.precision import Dtypes
 from onecopy.sharding.sliced import SlicedTensor, Slicing, dense_strides, flatten
 from onecopy.sharding.tensor_parallel import spec_of
@@ -104,6 +104,7 @@ class Bucket:
         numels = tuple(tensor.numel() for tensor in local)
         self.layout = Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies)
         self._segments = self.layout.segments(mesh.shard.rank)
+        self._cut = Cut([(s.slice_start, s.numel) for s in self._segments], self.layout.slice_numel)
         self.place_on(found[0].parameter.device, found)
 
     def place_on(self, device: torch.device, found: Sequence[Found]) -> None:
@@ -170,6 +171,10 @@ class Bucket:
         """The part of parameter ``position`` in this rank's slice, 1-D."""
         segment = self._segments[position]
         return flat_slice[segment.slice_start : segment.slice_start + segment.numel]
+
+    def split(self, flat_slice: Tensor) -> list[Tensor]:
+        """The part of every parameter in this rank's slice, 1-D."""
+        return self._cut(flat_slice)
 
     def show_sliced(self) -> None:
         """Let modules hold the sliced parameters again.

@@ -42,6 +42,7 @@ class _Gradient:
     def __init__(self, entry: Entry) -> None:
         self.sliced = entry.sliced
         self.whole = entry.whole
+        self.nbytes = local_of(entry.whole).nbytes
         self._spec = entry.sliced.slicing.spec
         self.pending = PendingGradient(entry.sliced.local, entry.sliced.slicing)
         self.arrived = False
@@ -76,7 +77,9 @@ class _Gradient:
 
     def install(self, gradient: SlicedTensor) -> bool:
         """Add to `p.grad`. Returns whether there was one already, so that ``gradient``'s own memory goes."""
-        present: Any = self.earlier if self.is_pending else self.sliced.grad
+        present: Any = self.sliced.grad
+        if present is self.pending:
+            present = self.earlier
         if present is not None:
             present.add_(gradient)
         self.sliced.grad = gradient if present is None else present
@@ -128,7 +131,7 @@ class Gradients:
         if not gradient.arrived:
             gradient.arrived = True
             self._missing -= 1
-            self._count_arrived(local_of(arrived).nbytes)
+            self._count_arrived(gradient.nbytes)
         if self.meanwhile is not None:
             self.meanwhile()
         if self._missing == 0 and self.on_arrival is not None:
@@ -208,13 +211,11 @@ class Gradients:
                 reduced.add_(self._kept_slice)
             self._kept_slice = None if last else reduced
             reduced = reduced.to(dtypes.master)
-        for position, (gradient, use) in enumerate(zip(self._gradients, used, strict=True)):
+        for gradient, use, local in zip(self._gradients, used, self._bucket.split(reduced), strict=True):
             if use and self._kept_slice is not None:
                 gradient.show_pending()
-            elif use:
-                local = self._bucket.local(reduced, position)
-                if gradient.install(gradient_slice(local, gradient.sliced.slicing, dtypes.master)):
-                    self._bucket.meter.add("gradients_sliced", -local.nbytes)
+            elif use and gradient.install(gradient_slice(local, gradient.sliced.slicing, dtypes.master)):
+                self._bucket.meter.add("gradients_sliced", -local.nbytes)
 
     @property
     def reduced(self) -> bool:

@@ -37,6 +37,33 @@ class Segment:
     numel: int
 
 
+class Cut:
+    """Takes a flat tensor apart in one call, which for many parameters costs less than a view for each.
+
+    Args:
+        spans: where each part begins and its length, in elements and in order; those of length 0 anywhere.
+        numel: of the tensor.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int]], numel: int) -> None:
+        self._lengths: list[int] = []
+        self._places: list[int] = []
+        position = 0
+        for start, length in spans:
+            if length and start > position:
+                self._lengths.append(start - position)
+                position = start
+            self._places.append(len(self._lengths))
+            self._lengths.append(length)
+            position += length
+        self._lengths.append(numel - position)
+
+    def __call__(self, flat: Tensor) -> list[Tensor]:
+        """The parts, 1-D."""
+        stretches = flat.split(self._lengths)
+        return [stretches[place] for place in self._places]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Places of parameters in a flat buffer.
@@ -73,21 +100,12 @@ class Layout:
         return self.slice_numel * self.num_slices
 
     @cached_property
-    def _stretches(self) -> tuple[list[int], list[int]]:
-        """Lengths of what lies in the flat buffer, paddings included, and which of these are the parameters."""
-        lengths: list[int] = []
-        places = []
-        ends = (*self.offsets[1:], self.padded_numel)
-        for numel, start, end in zip(self.numels, self.offsets, ends, strict=True):
-            places.append(len(lengths))
-            lengths += [numel, end - start - numel] if end > start + numel else [numel]
-        return lengths, places
+    def _cut(self) -> Cut:
+        return Cut(list(zip(self.offsets, self.numels, strict=True)), self.padded_numel)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Of a flat buffer, the part of each parameter, 1-D."""
-        lengths, places = self._stretches
-        stretches = flat.split(lengths)
-        return [stretches[place] for place in places]
+        return self._cut(flat)
 
     def segment(self, index: int, rank: int) -> Segment:
         """What the slice of ``rank`` holds of parameter ``index``."""
