@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onecopy.memory.strides import memory_order
-from onecopy.sharding.layout import ALIGNMENT, Layout
+from onecopy.sharding.layout import ALIGNMENT, Cut, Layout
 from onecopy.sharding.sliced import dense_strides, flatten
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=8)
@@ -80,3 +80,17 @@ def test_flatten_follows_dense_memory_and_inverts(tensor: torch.Tensor) -> None:
 def test_transposed_weight_keeps_its_strides_and_expanded_one_becomes_contiguous() -> None:
     assert dense_strides(torch.randn(3, 5).t()) == (1, 5)
     assert dense_strides(torch.randn(4, 1).expand(4, 3)) in {(3, 1), (1, 4)}
+
+
+@given(numels=st.lists(st.integers(0, 40), min_size=1, max_size=12), num_slices=st.integers(1, 5))
+def test_a_cut_takes_the_same_memory_as_a_view_for_each(numels: list[int], num_slices: int) -> None:
+    """Oracle: Python's slicing of each segment and of each parameter."""
+    layout = Layout(tuple(numels), num_slices)
+    flat = torch.arange(layout.padded_numel)
+    expected = [flat[start : start + numel] for start, numel in zip(layout.offsets, numels, strict=True)]
+    assert [part.tolist() for part in layout.split(flat)] == [part.tolist() for part in expected]
+    for rank in range(num_slices):
+        spans = [(segment.slice_start, segment.numel) for segment in layout.segments(rank)]
+        own = flat[rank * layout.slice_numel : (rank + 1) * layout.slice_numel]
+        parts = Cut(spans, layout.slice_numel)(own)
+        assert [part.tolist() for part in parts] == [own[start : start + numel].tolist() for start, numel in spans]
