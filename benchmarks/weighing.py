@@ -7,7 +7,8 @@ over a process that has trained a small model of the same kind before, and let i
     formula + activations + named buffers
 
 where the formula is ZeRO §5, and named is what the meter counts beyond it at its peak: communication buffers, units
-gathered at stage 3, and gradients under way at stages 2 and 3. Activations are counted in one profiled step.
+gathered at stage 3, and gradients under way: at stages 2 and 3 those that are whole, at stage 0 those that are there
+before and after their reduce. Activations are counted in one profiled step.
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ def account(weighed: Weighed, stage: int, precision: str) -> Account | None:
         named["gathered"] = float(peak["parameters_gathered"])
     if kind.shards_gradients:
         named["gradients under way"] = float(peak["gradients_whole"])
+    elif not kind.shards_optimizer and precision == "fp32":
+        # 4 of the formula's 16 bytes are gradients.
+        twice = peak["gradients_whole"] + peak["gradients_sliced"] - weighed.formula / 4
+        named["gradients under way"] = max(0.0, twice)
     beside = kind.shards_optimizer and not kind.shards_parameters and precision == "fp32"
     return Account(
         found=float(weighed.resident - weighed.own),

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,10 @@ def test_a_contest_of_two_ranks_finds_equal_losses_and_the_meters_states() -> No
 
 
 def test_a_peak_is_held_against_formula_activations_and_named_buffers() -> None:
-    """By hand, in MiB: stage 3 found 110 of 100 + 4 + (2 + 3 + 1); stage 2 has no window, its slices stand apart."""
+    """By hand, in MiB: stage 3 found 110 of 100 + 4 + (2 + 3 + 1); stage 2 has no window, its slices stand apart.
+
+    At stage 0 the formula has 100 / 4 of gradients, the peak has 1 + 26.
+    """
     mib = 2**20
     meter = dict.fromkeys(CATEGORIES, 0) | {
         "parameters_sliced": 50 * mib,
@@ -132,6 +136,9 @@ def test_a_peak_is_held_against_formula_activations_and_named_buffers() -> None:
     assert second.ratio == pytest.approx(110 / 107)
     assert second.slices == 50 * mib
     assert first.ratio == pytest.approx(110 / 106)
+    none = account(replace(weighed, meter=meter | {"gradients_sliced": 26 * mib}), 0, "fp32")
+    assert none is not None
+    assert none.ratio == pytest.approx(110 / (100 + 4 + 2 + 2))
     assert account(Weighed(1, None, 1.0, None, 1.0), 3, "fp32") is None
     contest = Contest(WORK, 10, 10, {}, {"onecopy stage 3": weighed})
     row = "| 110.0 | 100.0 | 4.0 | communication 2.0, gathered 3.0, gradients under way 1.0 | 1.000 | met | 0.0 |"
