@@ -244,10 +244,14 @@ class Gradients:
             self._add_arrived(kept)
             self._forget_arrived()
             return Flat(kept.flat, bucket.dtypes.reduce, partial(bucket.meter.add, "gradients_whole", -kept.nbytes))
+        flat = [g.flat(order) if g.arrived else None for g, order in zip(self._gradients, self._orders, strict=True)]
+        if any(bucket.specs):
+            # A DTensor that came in another placement than its parameter's has another size in that.
+            bucket.meter.add("gradients_whole", sum(f.nbytes for f in flat if f is not None) - self._arrived_bytes)
         self._arrived_bytes = 0
         outgoing = ArrivedGradients(
             bucket.layout,
-            [g.flat(order) if g.arrived else None for g, order in zip(self._gradients, self._orders, strict=True)],
+            flat,
             bucket.dtypes.reduce,
             bucket.device,
             lambda nbytes: bucket.meter.add("gradients_whole", -nbytes),
