@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onecopy.errors import SettingsError
+from onecopy.errors import OffloadError, SettingsError
 from onecopy.memory.meter import Meter
 
 _CATEGORY = "checkpoints"
@@ -139,7 +139,11 @@ class _InHostMemory:
 
 
 class InFiles:
-    """Copies tensors to files of a directory, which go as soon as the tensors do."""
+    """Copies tensors to files of a directory, which go as soon as the tensors do.
+
+    Raises:
+        OffloadError: from `keep`, if there is no room for a file, or the directory is gone.
+    """
 
     def __init__(self, directory: Path, meter: Meter) -> None:
         self._directory = directory
@@ -151,9 +155,15 @@ class InFiles:
 
 class _InFile:
     def __init__(self, flat: Tensor, directory: Path, meter: Meter) -> None:
-        handle, self._path = tempfile.mkstemp(prefix="onecopy-checkpoint-", suffix=".bin", dir=directory)
-        os.close(handle)
-        weakref.finalize(self, Path(self._path).unlink, missing_ok=True)
+        try:
+            handle, self._path = tempfile.mkstemp(prefix="onecopy-checkpoint-", suffix=".bin", dir=directory)
+            weakref.finalize(self, Path(self._path).unlink, missing_ok=True)
+            _reserve(handle, flat.nbytes)
+        except OSError as error:
+            raise OffloadError(
+                f"offload cannot keep {flat.nbytes:,} bytes of activations in {str(directory)!r}: {error.strerror}; "
+                f"make room there or give another directory"
+            ) from None
         self._numel, self._dtype, self._device = flat.numel(), flat.dtype, flat.device
         if self._numel:
             self._mapped().copy_(flat)
@@ -168,3 +178,10 @@ class _InFile:
 
     def _mapped(self) -> Tensor:
         return torch.from_file(self._path, shared=True, size=self._numel, dtype=self._dtype)
+
+
+def _reserve(handle: int, nbytes: int) -> None:
+    """Give a new file its room, and close it: where a disk is full, writing to mapped memory would kill the process."""
+    with os.fdopen(handle, "wb") as file:
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)
