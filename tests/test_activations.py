@@ -252,6 +252,21 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path: Pat
     run_ranks(1, run, group=False)
 
 
+def test_an_offload_that_cannot_work_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def run(rank: int) -> None:
+        model = seeded(Stack)
+        for offload in ("cuda", tmp_path / "file"):
+            with pytest.raises(SettingsError, match="offload"):
+                onecopy.shard(model, 3, activations=Activations(offload=offload))
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        settings: dict[str, Any] = {"stage": 3, "activations": Activations(offload="cpu")}
+        assert_trains_like_twin(rank, 1, lambda: model, vector_batches(2), twin=lambda: seeded(Stack), **settings)
+
+    run_ranks(1, run, group=False)
+
+
 # --- units of a sharded model
 
 

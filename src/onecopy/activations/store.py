@@ -44,10 +44,16 @@ def make_store(offload: str | os.PathLike[str] | None, meter: Meter) -> Store:
     Raises:
         SettingsError: if it is none of these, or the directory cannot be written to.
     """
+    check_offload(offload)
     if offload is None:
         return OnDevice(meter)
-    if offload == "cpu":
-        return InHostMemory(meter)
+    return InHostMemory(meter) if offload == "cpu" else InFiles(Path(offload), meter)
+
+
+def check_offload(offload: str | os.PathLike[str] | None) -> None:
+    """Raise `SettingsError` if there is no such store. Makes a directory that is missing."""
+    if offload is None or offload == "cpu":
+        return
     if not isinstance(offload, str | os.PathLike) or offload in ("gpu", "cuda", "disk", "nvme", ""):
         raise SettingsError(f'offload must be None, "cpu" or the path of a directory; found {offload!r}')
     path = Path(offload)
@@ -56,7 +62,6 @@ def make_store(offload: str | os.PathLike[str] | None, meter: Meter) -> Store:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise SettingsError(f"offload cannot write to {str(path)!r}: {error}; give a directory that it can") from None
-    return InFiles(path, meter)
 
 
 class OnDevice:
