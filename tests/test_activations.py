@@ -173,6 +173,85 @@ def test_what_ranks_do_not_hold_alike_is_left_whole() -> None:
     assert run_ranks(2, run) == [[0, 16, 0, 16, 0]] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_elements_that_are_alike_do_not_hide_others_that_are_not(dtype: torch.dtype) -> None:
+    """As few channels do whose activations are a hundred times larger. Oracle: the function without a checkpoint."""
+
+    def run(rank: int) -> int:
+        ledger = Ledger()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank))
+        x[:, ::3] = 100.0
+        x[:, 1::3] = torch.inf
+        x = x.to(dtype).requires_grad_()
+        checkpoint(torch.tanh, _tensor_mesh(), ledger=ledger)(x * 1).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.autograd.grad(torch.tanh(x * 1).sum(), [x])[0])
+        return ledger.total.bytes_sent("activations")
+
+    assert run_ranks(2, run) == [0, 0]
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_elements_that_are_not_finite_are_compared_too(odd: float) -> None:
+    """They are alike where both ranks have them. Whatever ranks find, they find the same, or the next message hangs."""
+
+    def run(rank: int) -> list[int]:
+        sent = []
+        for ranks in ([0, 1], [0], [1]):
+            ledger = Ledger()
+            x = torch.ones(128)
+            x[0] = odd if rank in ranks else 1.0
+            checkpoint(torch.exp, _tensor_mesh(), ledger=ledger)(x.requires_grad_() * 1).sum().backward()
+            sent.append(ledger.total.bytes_sent("activations"))
+        return sent
+
+    assert run_ranks(2, run) == [[64 * 4, 0, 0]] * 2
+
+
+def test_complex_activations_are_compared_in_both_parts() -> None:
+    def run(rank: int) -> list[int]:
+        sent = []
+        for imaginary in (0.0, float(rank)):
+            ledger = Ledger()
+            x = torch.full((4,), complex(1.0, imaginary), requires_grad=True)
+            checkpoint(torch.exp, _tensor_mesh(), ledger=ledger)(x * 1).abs().sum().backward()
+            sent.append(ledger.total.bytes_sent("activations"))
+        return sent
+
+    assert run_ranks(2, run) == [[2 * 8, 0]] * 2
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_an_input_that_is_modified_in_place_gives_no_wrong_gradient(offload: str, tmp_path: Path) -> None:
+    """Oracle: torch's own error for the same function; where the input was copied, the function's own gradient."""
+
+    def run(rank: int) -> None:
+        def gradient(function: Callable[[Tensor, Tensor], Tensor], changes: int) -> Tensor:
+            x, scale = torch.ones(4, requires_grad=True), torch.ones(4)
+            h = x * 1
+            y = function(h, scale)
+            with torch.no_grad():
+                (h, scale)[changes].mul_(5)
+            y.sum().backward()
+            assert x.grad is not None
+            return x.grad
+
+        def function(x: Tensor, scale: Tensor) -> Tensor:
+            return (x.sin() * scale).exp()
+
+        call = checkpoint(function, offload=_offload(offload, tmp_path))
+        for changes in (0, 1):
+            with pytest.raises(RuntimeError, match="modified by an inplace"):
+                gradient(function, changes)
+            if offload == "none" or changes:
+                with pytest.raises(UsageError, match="modified in place"):
+                    gradient(call, changes)
+            else:
+                torch.testing.assert_close(gradient(call, changes), torch.ones(4).sin().exp() * torch.ones(4).cos())
+
+    run_ranks(1, run, group=False)
+
+
 def test_autocast_is_as_it_was() -> None:
     def run(rank: int) -> None:
         seen = []

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onecopy.errors import OffloadError, SettingsError
+from onecopy.errors import OffloadError, SettingsError, UsageError
 from onecopy.memory.meter import Meter
 
 _CATEGORY = "checkpoints"
@@ -65,7 +65,12 @@ def check_offload(offload: str | os.PathLike[str] | None) -> None:
 
 
 class OnDevice:
-    """Keeps tensors where they are."""
+    """Keeps tensors where they are.
+
+    Raises:
+        UsageError: from `Kept.fetch`, if the tensor was modified in place meanwhile. Autograd looks for that in tensors
+            that it saves itself, and not in what hooks save for it.
+    """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -76,12 +81,30 @@ class OnDevice:
 
 class _OnDevice:
     def __init__(self, flat: Tensor, meter: Meter) -> None:
-        self._flat = flat
+        self._unchanged = Unchanged(flat)
         meter.add(_CATEGORY, flat.nbytes)
         weakref.finalize(self, meter.add, _CATEGORY, -flat.nbytes)
 
     def fetch(self) -> Tensor:
-        return self._flat
+        return self._unchanged.get()
+
+
+class Unchanged:
+    """A tensor that nobody may modify in place before it is used again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def get(self) -> Tensor:
+        """The tensor; an error if it has changed."""
+        if self._tensor._version != self._version:
+            raise UsageError(
+                f"an input of {self._tensor.numel()} elements of a module or function with activation checkpoints "
+                f"was modified in place between its forward and its backward, which computes it again: write "
+                f"x = x + y in place of x += y there."
+            )
+        return self._tensor
 
 
 class InHostMemory:
