@@ -383,6 +383,7 @@ class Engine:
         self.ledger.close_step()
 
     def recover(self) -> None:
-        """Go on after a backward that raised an error, on every rank alike."""
+        """Go on after a backward that raised an error, on every rank alike: with the first micro-batch of a step."""
         self._reducer.drop()
+        self._micro_batches = 0
         self._leave_backward()
