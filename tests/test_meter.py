@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.memory.meter import beside
+from onecopy.memory.meter import beside, cgroup_limit
 from ranks import run_ranks
 
 WIDTH = 64
@@ -158,6 +158,30 @@ def test_what_is_in_no_category_is_shown_beside_the_sum() -> None:
     counted, resident, other = (int(table[name].replace(",", "")) for name in ("sum", "resident", "other"))
     assert counted == 4 * (64 * 64 + 64)
     assert counted + other == resident
+
+
+@pytest.mark.parametrize(
+    "files, own, expected",
+    [
+        pytest.param({"memory.max": "max"}, "0::/", None, id="none"),
+        pytest.param({"memory.max": "5000"}, "0::/docker/x", 5000, id="a container's root, and its path on the host"),
+        pytest.param({"a/b/memory.max": "9000", "a/memory.max": "7000"}, "0::/a/b", 7000, id="the group around it"),
+        pytest.param({"a/memory.max": "7000", "c/memory.max": "10"}, "0::/a/b", 7000, id="not another's"),
+        pytest.param({"memory/a/memory.limit_in_bytes": "6000"}, "4:memory:/a\n3:cpu:/b\n0::/", 6000, id="version 1"),
+        pytest.param({"memory/memory.limit_in_bytes": str(2**63 - 4096)}, "4:memory:/", None, id="none in version 1"),
+        pytest.param({}, None, None, id="no control groups"),
+    ],
+)
+def test_the_limit_of_the_control_group_is_found(
+    files: dict[str, str], own: str | None, expected: int | None, tmp_path: Path
+) -> None:
+    """Oracle: the layout of cgroup v2 and v1 in the kernel's documentation."""
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    if own is not None:
+        (tmp_path / "own").write_text(own + "\n")
+    assert cgroup_limit(tmp_path / "groups", tmp_path / "own") == expected
 
 
 class _Storages:
