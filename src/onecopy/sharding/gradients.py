@@ -167,7 +167,8 @@ class Gradients:
         if not self.any_arrived:
             return
         if self._kept is None:
-            self._kept = self._bucket.buffer(self._bucket.dtypes.accumulate)
+            memory = self._bucket.empty_gradients(self._bucket.layout.padded_numel)
+            self._kept = self._bucket.buffer(memory.dtype, memory)
             self._bucket.meter.add("gradients_whole", self._kept.nbytes)
         self._add_arrived(self._kept)
         for gradient in self._gradients:
@@ -284,7 +285,7 @@ class Gradients:
     def _reduce(self, outgoing: Outgoing) -> Iterator[Collective]:
         """Reduce-scatter over shard, then all-reduce over every replicate axis."""
         bucket, mesh = self._bucket, self._bucket.mesh
-        reduced = self._reduced = bucket.empty_gradient_slice()
+        reduced = self._reduced = bucket.empty_gradients(bucket.layout.slice_numel)
         bucket.meter.add("gradients_sliced", reduced.nbytes)
         if mesh.shard.size > 1 or mesh.copies == 1:
             if collective := mesh.shard.reduce_scatter(outgoing, reduced, bucket.unit, bucket.tag + 3):
