@@ -148,6 +148,39 @@ def test_nothing_grows_after_the_second_step(stage: int) -> None:
         assert got["last"] == got["earlier"]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_category_is_ever_below_zero_or_missing_in_the_sum(stage: int) -> None:
+    """Over micro-batches, no_sync, a second backward through a graph, evaluation, and a step that is ended early."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(Net(3), stage, accumulate=2, activations=onecopy.Activations())
+        optimizer, meter = torch.optim.AdamW(model.parameters()), onecopy.meter(model)
+        changes = []
+
+        def look() -> None:
+            changes.append(min(meter.live.values()) >= 0 and sum(meter.live.values()) == meter.total)
+
+        meter.listener = look
+        for _ in range(3):
+            with model.no_sync():
+                model(_batch(rank)).backward()
+            loss = model(_batch(rank))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            del loss
+            with torch.no_grad():
+                model(_batch(rank))
+            model(_batch(rank)).backward()
+            model.reduce_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(changes) > 100
+        assert all(changes)
+        assert meter.live["gradients_whole"] == meter.live["checkpoints"] == 0
+
+    run_ranks(2, run)
+
+
 def test_what_is_in_no_category_is_shown_beside_the_sum() -> None:
     """Sums by hand: an allocator's 900 bytes in tensors and 1,000 reserved; a process's 700; none known."""
     assert beside(800, {"resident": 5000, "allocated": 900, "reserved": 1000}) == {"other": 100, "fragmentation": 100}
