@@ -175,3 +175,38 @@ def test_going_on_after_an_error_in_the_middle(where: str, accumulate: int, stag
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
     run_ranks(num_ranks, run)
+
+
+@every_stage
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("precision", [None, "bf16-lean"])
+def test_a_step_is_begun_anew_after_an_error_in_its_last_micro_batch(
+    precision: str | None, where: str, stage: int, num_ranks: int
+) -> None:
+    """Every rank clears what the first micro-batch left. Oracles: a model that never saw the error; its meter."""
+
+    def run(rank: int) -> None:
+        batches = [part(batch, rank, num_ranks) for batch in vector_batches(4)]
+        plain, model = (onecopy.shard(seeded(Fragile), stage, accumulate=2, precision=precision) for _ in range(2))
+        optimizers = [_sgd(plain), _sgd(model)]
+        for step in range(2):
+            model(*batches[0]).backward()
+            model.fails = where
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                model(*batches[1]).backward()
+            model.fails = ""
+            optimizers[1].zero_grad()
+            if where == "forward":
+                # Without it, the micro-batch that failed may be run again.
+                model.reduce_gradients()
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                for batch in batches[2 * step : 2 * step + 2]:
+                    (trained(*batch) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_weights(gathered_weights(model), gathered_weights(plain), 0)
+        expected = onecopy.meter(plain).live
+        assert onecopy.meter(model).live == expected
+        assert expected["gradients_whole"] == expected["parameters_gathered"] * (stage > 0) == 0
+
+    run_ranks(num_ranks, run)

@@ -6,6 +6,8 @@ Bytes and traffic are closed forms: ZeRO §6.1 and §8 (P_a), s·h elements for 
 from __future__ import annotations
 
 import gc
+import resource
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +26,7 @@ import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
 from onecopy.activations import Activations, checkpoint
 from onecopy.comm.ledger import Ledger
-from onecopy.errors import SettingsError, UsageError
+from onecopy.errors import OffloadError, SettingsError, UsageError
 from onecopy.memory.meter import Meter
 from oracle import OPTIMIZERS, Run, assert_trains_like_twin, part, train, train_twin
 from ranks import run_ranks
@@ -224,6 +226,45 @@ def test_what_cannot_work_says_so(tmp_path: Path) -> None:
             checkpoint(torch.exp, mesh_of())
 
     run_ranks(4, run)
+
+
+def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The system's limit on the size of a file stands for a full disk; mapped memory of one ends in a bus error."""
+
+    def run(rank: int) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        meter = Meter(Ledger())
+        function = checkpoint(torch.exp, offload=tmp_path / "made", meter=meter)
+        x = torch.ones(2048, requires_grad=True)
+        with pytest.raises(OffloadError, match=r"keep 8,192 bytes .*made'.*make room"):
+            function(x * 1)
+        gc.collect()
+        assert list((tmp_path / "made").iterdir()) == []
+        assert meter.off_device.get("checkpoints", 0) == 0
+        function(x[:1024] * 1).sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad[:1024], x.detach()[:1024].exp())
+        (tmp_path / "made").rmdir()
+        with pytest.raises(OffloadError, match=r"keep 4,096 bytes .*No such file"):
+            function(x[:1024] * 1)
+
+    run_ranks(1, run, group=False)
+
+
+def test_an_offload_that_cannot_work_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def run(rank: int) -> None:
+        model = seeded(Stack)
+        for offload in ("cuda", tmp_path / "file"):
+            with pytest.raises(SettingsError, match="offload"):
+                onecopy.shard(model, 3, activations=Activations(offload=offload))
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        settings: dict[str, Any] = {"stage": 3, "activations": Activations(offload="cpu")}
+        assert_trains_like_twin(rank, 1, lambda: model, vector_batches(2), twin=lambda: seeded(Stack), **settings)
+
+    run_ranks(1, run, group=False)
 
 
 # --- units of a sharded model

@@ -13,7 +13,7 @@ import onecopy
 from models import TinyGPT, seeded, token_batches
 from onecopy.activations import Activations
 from onecopy.memory.arena import Arena
-from oracle import OPTIMIZERS, part, train
+from oracle import OPTIMIZERS, assert_trains_like_twin, part, train
 from ranks import run_ranks
 
 KIB = 1024
@@ -153,5 +153,25 @@ def test_gradients_lie_in_the_arena() -> None:
         assert arena.region("gradients").used == pytest.approx(slices, abs=64)
         model.zero_grad()
         assert arena.region("gradients").used == 0
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_are_kept_between_micro_batches_lie_there_too(stage: int) -> None:
+    """They live longest of all: until the step's last micro-batch. Oracle: the meter, which counts each by itself."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(seeded(TinyGPT), stage, accumulate=2, defragment=True)
+        arena, meter = onecopy.arena(model), onecopy.meter(model)
+        assert arena is not None
+        batches = [part(batch, rank, 2) for batch in token_batches(4)]
+        model(*batches[0]).backward()
+        assert arena.region("gradients").used == pytest.approx(meter.live["gradients_whole"], abs=64 * 3) != 0
+        model(*batches[1]).backward()
+        assert arena.region("gradients").used == pytest.approx(meter.live["gradients_sliced"], abs=64 * 3) != 0
+        assert_trains_like_twin(
+            rank, 2, lambda: seeded(TinyGPT), token_batches(4), stage=stage, accumulate=2, defragment=True
+        )
 
     run_ranks(2, run)

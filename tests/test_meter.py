@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.memory.meter import beside
+from onecopy.memory.meter import beside, cgroup_limit
 from ranks import run_ranks
 
 WIDTH = 64
@@ -148,6 +148,39 @@ def test_nothing_grows_after_the_second_step(stage: int) -> None:
         assert got["last"] == got["earlier"]
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_category_is_ever_below_zero_or_missing_in_the_sum(stage: int) -> None:
+    """Over micro-batches, no_sync, a second backward through a graph, evaluation, and a step that is ended early."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(Net(3), stage, accumulate=2, activations=onecopy.Activations())
+        optimizer, meter = torch.optim.AdamW(model.parameters()), onecopy.meter(model)
+        changes = []
+
+        def look() -> None:
+            changes.append(min(meter.live.values()) >= 0 and sum(meter.live.values()) == meter.total)
+
+        meter.listener = look
+        for _ in range(3):
+            with model.no_sync():
+                model(_batch(rank)).backward()
+            loss = model(_batch(rank))
+            loss.backward(retain_graph=True)
+            loss.backward()
+            del loss
+            with torch.no_grad():
+                model(_batch(rank))
+            model(_batch(rank)).backward()
+            model.reduce_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(changes) > 100
+        assert all(changes)
+        assert meter.live["gradients_whole"] == meter.live["checkpoints"] == 0
+
+    run_ranks(2, run)
+
+
 def test_what_is_in_no_category_is_shown_beside_the_sum() -> None:
     """Sums by hand: an allocator's 900 bytes in tensors and 1,000 reserved; a process's 700; none known."""
     assert beside(800, {"resident": 5000, "allocated": 900, "reserved": 1000}) == {"other": 100, "fragmentation": 100}
@@ -158,6 +191,30 @@ def test_what_is_in_no_category_is_shown_beside_the_sum() -> None:
     counted, resident, other = (int(table[name].replace(",", "")) for name in ("sum", "resident", "other"))
     assert counted == 4 * (64 * 64 + 64)
     assert counted + other == resident
+
+
+@pytest.mark.parametrize(
+    "files, own, expected",
+    [
+        pytest.param({"memory.max": "max"}, "0::/", None, id="none"),
+        pytest.param({"memory.max": "5000"}, "0::/docker/x", 5000, id="a container's root, and its path on the host"),
+        pytest.param({"a/b/memory.max": "9000", "a/memory.max": "7000"}, "0::/a/b", 7000, id="the group around it"),
+        pytest.param({"a/memory.max": "7000", "c/memory.max": "10"}, "0::/a/b", 7000, id="not another's"),
+        pytest.param({"memory/a/memory.limit_in_bytes": "6000"}, "4:memory:/a\n3:cpu:/b\n0::/", 6000, id="version 1"),
+        pytest.param({"memory/memory.limit_in_bytes": str(2**63 - 4096)}, "4:memory:/", None, id="none in version 1"),
+        pytest.param({}, None, None, id="no control groups"),
+    ],
+)
+def test_the_limit_of_the_control_group_is_found(
+    files: dict[str, str], own: str | None, expected: int | None, tmp_path: Path
+) -> None:
+    """Oracle: the layout of cgroup v2 and v1 in the kernel's documentation."""
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    if own is not None:
+        (tmp_path / "own").write_text(own + "\n")
+    assert cgroup_limit(tmp_path / "groups", tmp_path / "own") == expected
 
 
 class _Storages:

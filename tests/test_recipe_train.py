@@ -404,17 +404,31 @@ def test_planned_activations_stand_beside_measured(
     assert summary["planned"]["bytes_sent"] == pytest.approx(summary["bytes_sent_per_step"]["total"]["measured"])
 
 
+def _tensorboard(directory: Path) -> dict[tuple[str, int], float]:
+    """The event files' scalars, by name and step, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory)).Reload()
+    return {(name, one.step): one.value for name in events.Tags()["scalars"] for one in events.Scalars(name)}
+
+
 def test_every_figure_is_documented_and_sums_up(text: Path, tmp_path: Path) -> None:
-    """Oracles: the table of docs/train.md; a step's bytes are those of its operations."""
-    records, _ = run(tmp_path, 2, data__train=[str(text)], schedule__steps=5)
+    """Oracles: the table of docs/train.md; a step's bytes are those of its operations; TensorBoard's own reader."""
+    records, _ = run(tmp_path, 2, data__train=[str(text)], schedule__steps=5, run__tensorboard=True)
     page = (Path(__file__).parents[1] / "docs" / "train.md").read_text()
     table = page.split("Names in `metrics.jsonl`")[1].split("\n## ")[0]
     named = set(re.findall(r"`([a-z_/]+)`", table)) - {"train/", "evaluation/"}
-    found = set()
+    found = {}
     for record in records:
+        kind, step = record["kind"], record["step"]
         for name, value in record.items():
-            found |= {f"{name}/{part}" for part in value} if isinstance(value, dict) else {name}
-    assert found - {"kind", "step"} == named
+            parts = {f"/{part}": number for part, number in value.items()} if isinstance(value, dict) else {"": value}
+            found |= {(kind, name + part, step): number for part, number in parts.items()}
+    found = {key: number for key, number in found.items() if key[1] not in ("kind", "step")}
+    assert {name for _, name, _ in found} == named
+    assert _tensorboard(tmp_path / "run0") == pytest.approx(
+        {(f"{k}/{n}", s): number for (k, n, s), number in found.items()}
+    )
     train_records = [record for record in records if record["kind"] == "train"]
     assert train_records
     for record in train_records:

@@ -310,6 +310,20 @@ def test_malformed_event_is_told(tmp_path: Path, change: dict[str, Any]) -> None
     assert [trace.rank for trace in run.traces] == [1]
 
 
+def test_lines_and_files_of_another_kind_are_told(tmp_path: Path) -> None:
+    """JSON that is whole and yet no record: of every JSON type, and a step that no integer can be."""
+    directory = write_run(tmp_path / "run", steps=2)
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('5\nnull\n[]\n"x"\n{"kind": []}\n{"kind": "train", "step": 1e999}\n')
+    for rank, text in enumerate(("[]", '{"rank": 1, "step": 1, "events": [5]}')):
+        (directory / f"trace/rank-{rank}.json").write_text(text)
+    run = read_run(directory)
+    assert run.notes["metrics"].startswith("6 line(s)")
+    assert len(run.steps) == 2
+    assert run.notes["trace"].count("cannot be read") == 2
+    render(run)
+
+
 def test_no_run_directory(tmp_path: Path) -> None:
     for place in (tmp_path / "nowhere", tmp_path):
         with pytest.raises(SettingsError, match=r"config\.toml, metrics\.jsonl, summary\.json"):

@@ -271,6 +271,28 @@ def test_norm_takes_one_small_message_for_each_axis() -> None:
     assert run_ranks(4, run) == [{"shard": 16, "tensor": 8}] * 4
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence-parallel"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_meter_counts_the_same_after_every_step(stage: int, sequence: bool, accumulate: int) -> None:
+    """An embedding's gradient may come in another placement, and so in another size, than what is sent of it."""
+
+    def run(rank: int) -> list[dict[str, int]]:
+        mesh = mesh_of()
+        model = onecopy.shard(
+            parallelize(seeded(Gpt), mesh["tensor"], sequence), stage, mesh=mesh, accumulate=accumulate
+        )
+        optimizer, seen = OPTIMIZERS["sgd"](model.parameters()), []
+        for (batch,) in token_batches(4):
+            train(model, optimizer, [part((batch,), rank // 2, 2)] * accumulate, accumulate=accumulate)
+            seen.append(dict(onecopy.meter(model).live))
+        return seen
+
+    for first, *later in run_ranks(4, run):
+        assert first["gradients_whole"] == 0
+        assert later == [first] * 3
+
+
 def test_gathered_shows_dtensors_and_keeps_edits() -> None:
     def run(rank: int) -> tuple[dict[str, Tensor], bool]:
         model = _sharded(3)

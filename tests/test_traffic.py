@@ -86,6 +86,34 @@ def test_untold_micro_batches_gather_once_more_and_only_once(stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_of_two_optimizers_is_one_page(stage: int) -> None:
+    """Each has a part of the parameters and clips it. Also of micro-batches that nobody told of."""
+
+    def run(rank: int) -> tuple[list[int], int, int]:
+        model = onecopy.shard(seeded(TinyGPT, layers=3), stage)
+        parts = list(model.blocks.parameters()), [p for n, p in model.named_parameters() if "blocks" not in n]
+        optimizers = [OPTIMIZERS["sgd"](part) for part in parts]
+        sent = []
+        for batches in (token_batches(1), *[token_batches(2)] * 3):
+            for batch in batches:
+                model(*part(batch, rank, 2)).backward()
+            for parameters, optimizer in zip(parts, optimizers, strict=True):
+                nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            traffic = onecopy.ledger(model).last_step
+            assert traffic is not None
+            sent.append(traffic.state_bytes)
+        return sent, traffic.bytes_sent("norm"), onecopy.padded_numel(model)
+
+    # Stages 0 and 1 send gradients twice, for nobody told of the second micro-batch; stages 1 and 2 learn it.
+    expected = {0: [2, 4, 4, 4], 1: [2, 4, 3, 3], 2: [2, 4, 3, 3], 3: [3, 6, 6, 6]}[stage]
+    for sent, norm, psi in run_ranks(2, run):
+        assert sent == [times * psi // 2 * 4 for times in expected]
+        assert norm == (0 if stage == 0 else 2 * 8)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_rank_sends_nothing(stage: int) -> None:
     for group in (True, False):
         ((steps, _),) = run_ranks(1, _steps, 1, stage, 2, "fp32", group=group)

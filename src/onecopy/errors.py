@@ -32,6 +32,10 @@ class CollectiveTimeout(CollectiveError):
     """A collective did not finish in time. Names the collective, its unit and the ranks that are missing."""
 
 
+class OffloadError(OnecopyError, OSError):
+    """Something could not be moved off the device. Names the directory, the bytes and the system's reason."""
+
+
 class CheckpointError(OnecopyError, RuntimeError):
     """A checkpoint could not be saved or loaded. Raised alike on every rank; earlier checkpoints are untouched."""
 

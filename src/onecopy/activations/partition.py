@@ -25,6 +25,9 @@ from onecopy.memory.strides import memory_order
 
 _SAMPLE: Final = 128
 
+_ROUNDING: Final = 8
+"""Units of the last place by which an element may differ between ranks that compute it alike."""
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -65,18 +68,24 @@ class Partition:
         if is_dtensor(tensor):
             placed: Any = tensor
             return all(placement.is_replicate() for placement in placed.placements)
+        flat = tensor.detach().reshape(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).reshape(-1)
         values = torch.zeros(_SAMPLE + 1, dtype=torch.float64, device=tensor.device)
-        values[0] = tensor.numel()
-        if tensor.numel():
-            where = torch.linspace(0, tensor.numel() - 1, _SAMPLE, device=tensor.device).long()
-            values[1:] = tensor.detach().reshape(-1)[where]
-        extremes = torch.cat([values, -values, values.abs()]).to(self._axis.control_device)
+        values[0] = flat.numel()
+        if flat.numel():
+            where = torch.linspace(0, flat.numel() - 1, _SAMPLE, device=tensor.device).long()
+            # A NaN is larger than nothing, so that a maximum over ranks might miss it.
+            values[1:] = flat[where].nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        extremes = torch.cat([values, -values]).to(self._axis.control_device)
         if message := self._axis.combine(extremes, "agree", maximum=True):
             message.finish()
-        highest, lowest, size = extremes.chunk(3)
-        # What ranks compute alike may differ by the rounding of their kernels.
-        rounding = 64 * torch.finfo(tensor.dtype).eps
-        return bool((highest + lowest <= rounding * size.max()).all() and highest[0] == -lowest[0])
+        highest, lowest = extremes[: len(values)], -extremes[len(values) :]
+        # What ranks compute alike may differ by the rounding of their kernels, each element by its own: one large
+        # element must not hide that the others differ.
+        rounding = _ROUNDING * torch.finfo(tensor.dtype).eps * torch.maximum(highest.abs(), lowest.abs())
+        close = (highest == lowest) | ((highest - lowest <= rounding) & rounding.isfinite())
+        return bool(close.all() and highest[0] == lowest[0])
 
     def save(self, tensor: Tensor, *, cut: bool) -> Saved:
         """Keep ``tensor``, in parts if ``cut``."""

@@ -11,6 +11,7 @@ from typing import Final
 from torch import nn
 
 from onecopy.activations.checkpoint import checkpoint_over
+from onecopy.activations.store import check_offload
 from onecopy.comm.mesh import Axis
 from onecopy.errors import SettingsError
 from onecopy.memory.arena import Arena
@@ -43,6 +44,10 @@ class Activations:
             )
         if self.checkpoint == "none" and self.offload is not None:
             raise SettingsError('Activations.offload moves checkpoints, of which checkpoint="none" makes none.')
+
+    def check(self) -> None:
+        """Raise `SettingsError` for an ``offload`` that cannot work, before a model is changed."""
+        check_offload(self.offload)
 
     def apply(self, scopes: Iterable[tuple[str, nn.Module]], tensor: Axis, meter: Meter, arena: Arena | None) -> None:
         """Checkpoint units.

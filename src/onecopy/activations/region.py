@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from onecopy.activations.partition import Partition, Saved
+from onecopy.activations.store import Unchanged
 
 
 class Region:
@@ -85,18 +86,15 @@ class Region:
             self.is_alike[key] = self._partition.is_alike(tensor)
         return self.is_alike[key]
 
-    def _pack(self, how: list[bool | None]) -> Callable[[Tensor], Any]:
+    def _pack(self, how: list[bool | None]) -> Callable[[Tensor], Saved | Unchanged]:
         """A hook for the tensors of one call, which come in order."""
         following = iter(how)
 
-        def pack(tensor: Tensor) -> Any:
+        def pack(tensor: Tensor) -> Saved | Unchanged:
             cut = next(following, None)
-            return tensor if cut is None else self._partition.save(tensor, cut=cut)
+            return Unchanged(tensor) if cut is None else self._partition.save(tensor, cut=cut)
 
         return pack
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Saved):
-            return self._partition.restore(packed)
-        tensor: Tensor = packed
-        return tensor
+    def _unpack(self, packed: Saved | Unchanged) -> Tensor:
+        return self._partition.restore(packed) if isinstance(packed, Saved) else packed.get()

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onecopy.errors import SettingsError
+from onecopy.errors import OffloadError, SettingsError, UsageError
 from onecopy.memory.meter import Meter
 
 _CATEGORY = "checkpoints"
@@ -44,10 +44,16 @@ def make_store(offload: str | os.PathLike[str] | None, meter: Meter) -> Store:
     Raises:
         SettingsError: if it is none of these, or the directory cannot be written to.
     """
+    check_offload(offload)
     if offload is None:
         return OnDevice(meter)
-    if offload == "cpu":
-        return InHostMemory(meter)
+    return InHostMemory(meter) if offload == "cpu" else InFiles(Path(offload), meter)
+
+
+def check_offload(offload: str | os.PathLike[str] | None) -> None:
+    """Raise `SettingsError` if there is no such store. Makes a directory that is missing."""
+    if offload is None or offload == "cpu":
+        return
     if not isinstance(offload, str | os.PathLike) or offload in ("gpu", "cuda", "disk", "nvme", ""):
         raise SettingsError(f'offload must be None, "cpu" or the path of a directory; found {offload!r}')
     path = Path(offload)
@@ -56,11 +62,15 @@ def make_store(offload: str | os.PathLike[str] | None, meter: Meter) -> Store:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise SettingsError(f"offload cannot write to {str(path)!r}: {error}; give a directory that it can") from None
-    return InFiles(path, meter)
 
 
 class OnDevice:
-    """Keeps tensors where they are."""
+    """Keeps tensors where they are.
+
+    Raises:
+        UsageError: from `Kept.fetch`, if the tensor was modified in place meanwhile. Autograd looks for that in tensors
+            that it saves itself, and not in what hooks save for it.
+    """
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -71,12 +81,30 @@ class OnDevice:
 
 class _OnDevice:
     def __init__(self, flat: Tensor, meter: Meter) -> None:
-        self._flat = flat
+        self._unchanged = Unchanged(flat)
         meter.add(_CATEGORY, flat.nbytes)
         weakref.finalize(self, meter.add, _CATEGORY, -flat.nbytes)
 
     def fetch(self) -> Tensor:
-        return self._flat
+        return self._unchanged.get()
+
+
+class Unchanged:
+    """A tensor that nobody may modify in place before it is used again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def get(self) -> Tensor:
+        """The tensor; an error if it has changed."""
+        if self._tensor._version != self._version:
+            raise UsageError(
+                f"an input of {self._tensor.numel()} elements of a module or function with activation checkpoints "
+                f"was modified in place between its forward and its backward, which computes it again: write "
+                f"x = x + y in place of x += y there."
+            )
+        return self._tensor
 
 
 class InHostMemory:
@@ -139,7 +167,11 @@ class _InHostMemory:
 
 
 class InFiles:
-    """Copies tensors to files of a directory, which go as soon as the tensors do."""
+    """Copies tensors to files of a directory, which go as soon as the tensors do.
+
+    Raises:
+        OffloadError: from `keep`, if there is no room for a file, or the directory is gone.
+    """
 
     def __init__(self, directory: Path, meter: Meter) -> None:
         self._directory = directory
@@ -151,9 +183,15 @@ class InFiles:
 
 class _InFile:
     def __init__(self, flat: Tensor, directory: Path, meter: Meter) -> None:
-        handle, self._path = tempfile.mkstemp(prefix="onecopy-checkpoint-", suffix=".bin", dir=directory)
-        os.close(handle)
-        weakref.finalize(self, Path(self._path).unlink, missing_ok=True)
+        try:
+            handle, self._path = tempfile.mkstemp(prefix="onecopy-checkpoint-", suffix=".bin", dir=directory)
+            weakref.finalize(self, Path(self._path).unlink, missing_ok=True)
+            _reserve(handle, flat.nbytes)
+        except OSError as error:
+            raise OffloadError(
+                f"offload cannot keep {flat.nbytes:,} bytes of activations in {str(directory)!r}: {error.strerror}; "
+                f"make room there or give another directory"
+            ) from None
         self._numel, self._dtype, self._device = flat.numel(), flat.dtype, flat.device
         if self._numel:
             self._mapped().copy_(flat)
@@ -168,3 +206,10 @@ class _InFile:
 
     def _mapped(self) -> Tensor:
         return torch.from_file(self._path, shared=True, size=self._numel, dtype=self._dtype)
+
+
+def _reserve(handle: int, nbytes: int) -> None:
+    """Give a new file its room, and close it: where a disk is full, writing to mapped memory would kill the process."""
+    with os.fdopen(handle, "wb") as file:
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, nbytes)

@@ -93,9 +93,17 @@ class Traffic:
         ]
         return "\n".join([head, *rows])
 
-    def _add(self, key: tuple[str, Phase, str, str], sent: int, seconds: float, exposed: float) -> None:
+    def _with(self, later: Traffic) -> Traffic:
+        """What was sent in both."""
+        both = Traffic()
+        for traffic in (self, later):
+            for key, (calls, sent, seconds, exposed) in traffic._sums.items():
+                both._add(key, int(sent), seconds, exposed, int(calls))
+        return both
+
+    def _add(self, key: tuple[str, Phase, str, str], sent: int, seconds: float, exposed: float, calls: int = 1) -> None:
         sums = self._sums.setdefault(key, [0, 0, 0.0, 0.0])
-        sums[0] += 1
+        sums[0] += calls
         sums[1] += sent
         sums[2] += seconds
         sums[3] += exposed
@@ -135,5 +143,12 @@ class Ledger:
         self.total._add(key, sent, seconds, exposed)
 
     def close_step(self) -> None:
-        """Turn the page: what was current becomes the last step."""
-        self.last_step, self.current = self.current, Traffic()
+        """Turn the page: what was current becomes the last step.
+
+        What an optimizer sends right after another's step belongs to the same one.
+        """
+        if self.last_step is not None and all(phase == "step" for _, phase, _, _ in self.current._sums):
+            self.last_step = self.last_step._with(self.current)
+        else:
+            self.last_step = self.current
+        self.current = Traffic()

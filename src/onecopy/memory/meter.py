@@ -8,6 +8,7 @@ activation checkpoints that onecopy keeps are always counted. What it moves to h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -128,13 +129,33 @@ def process_memory() -> dict[str, int]:
     found: dict[str, int] = {}
     statm = Path("/proc/self/statm")
     if statm.exists():
-        found["resident"] = int(statm.read_text().split()[1]) * 4096
-    for limit in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
-        if limit.exists() and (text := limit.read_text().strip()).isdigit() and int(text) < 2**60:
-            found["cgroup_limit"] = int(text)
-            break
+        found["resident"] = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if (limit := cgroup_limit()) is not None:
+        found["cgroup_limit"] = limit
     if torch.cuda.is_available():
         statistics = torch.cuda.memory_stats()
         found["allocated"] = statistics.get("allocated_bytes.all.current", 0)
         found["reserved"] = statistics.get("reserved_bytes.all.current", 0)
     return found
+
+
+def cgroup_limit(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes that this process's control group may hold, or one around it, if that is less; None without a limit.
+
+    Args:
+        groups: where control groups of either version are mounted.
+        own: the groups of the process, one a line, "number:controllers:path". A container may know its group's path on
+            the host and see its own as the root; then the path is not there, and what is above it counts.
+    """
+    limits = []
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        root, name = groups, "memory.max"
+        if controllers:
+            root, name = groups / "memory", "memory.limit_in_bytes"
+        if controllers in ("", "memory"):
+            place = root / path.strip("/")
+            around = [folder / name for folder in (place, *place.parents) if folder.is_relative_to(root)]
+            limits += [limit.read_text().strip() for limit in around if limit.exists()]
+    # No limit is "max", or in version 1 a number close to 2^63.
+    return min((int(text) for text in limits if text.isdigit() and int(text) < 2**60), default=None)

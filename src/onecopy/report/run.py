@@ -164,7 +164,7 @@ def _read_metrics(run: Run) -> None:
             record: Any = json.loads(line)
             rows = {"train": run.steps, "evaluation": run.evaluations}[record["kind"]]
             rows.append({**record, "step": int(record["step"])})
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             broken += 1
     if broken:
         run.notes["metrics"] = f"{broken} line(s) of metrics.jsonl cannot be read and are left out."
@@ -177,7 +177,7 @@ def _read_traces(run: Run) -> None:
     for path in (run.directory / "trace").glob("rank-*.json"):
         try:
             run.traces.append(_trace(json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             notes.append(f"trace/{path.name} cannot be read and is left out ({type(error).__name__}: {error}).")
     run.traces.sort(key=lambda trace: trace.rank)
     if not run.traces:

@@ -100,6 +100,8 @@ def shard(
     _check_count("prefetch", prefetch, at_least=0)
     if bucket_bytes is not None:
         _check_count("bucket_bytes", bucket_bytes, at_least=1)
+    if activations is not None:
+        activations.check()
     _check_not_sharded(model)
     scopes = find_parameters(model, find_scopes(model, units))
     if not scopes:

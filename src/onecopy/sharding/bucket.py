@@ -160,9 +160,9 @@ class Bucket:
                 memory = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         return FlatBuffer(self.layout, self.shapes, self.strides, memory)
 
-    def empty_gradient_slice(self) -> Tensor:
-        """Memory for this rank's slice of the gradients, in the accumulate dtype."""
-        numel, dtype = self.layout.slice_numel, self.dtypes.accumulate
+    def empty_gradients(self, numel: int) -> Tensor:
+        """Memory for ``numel`` elements of gradients, in the accumulate dtype."""
+        dtype = self.dtypes.accumulate
         if self._arena is not None:
             return self._arena.empty("gradients", numel, dtype, self.device)
         return torch.empty(numel, dtype=dtype, device=self.device)

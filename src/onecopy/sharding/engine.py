@@ -372,7 +372,9 @@ class Engine:
     def step_done(self, optimizer: object, state_bytes: int) -> None:
         """``optimizer``, which holds ``state_bytes`` of states, has stepped: a micro-batch is a step's first again."""
         self._micro_batches = 0
-        self._expects_step = self._last_ones <= 1
+        if self._last_ones:
+            # Not of an optimizer that steps right after another one.
+            self._expects_step = self._last_ones == 1
         self._last_ones = 0
         self._state_bytes[optimizer] = state_bytes
         self.meter.set("optimizer", sum(self._state_bytes.values()))
@@ -381,6 +383,7 @@ class Engine:
         self.ledger.close_step()
 
     def recover(self) -> None:
-        """Go on after a backward that raised an error, on every rank alike."""
+        """Go on after a backward that raised an error, on every rank alike: with the first micro-batch of a step."""
         self._reducer.drop()
+        self._micro_batches = 0
         self._leave_backward()

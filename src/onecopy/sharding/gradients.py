@@ -170,7 +170,8 @@ class Gradients:
         if not self.any_arrived:
             return
         if self._kept is None:
-            self._kept = self._bucket.buffer(self._bucket.dtypes.accumulate)
+            memory = self._bucket.empty_gradients(self._bucket.layout.padded_numel)
+            self._kept = self._bucket.buffer(memory.dtype, memory)
             self._bucket.meter.add("gradients_whole", self._kept.nbytes)
         self._add_arrived(self._kept)
         for gradient in self._gradients:
@@ -245,10 +246,14 @@ class Gradients:
             self._add_arrived(kept)
             self._forget_arrived()
             return Flat(kept.flat, bucket.dtypes.reduce, partial(bucket.meter.add, "gradients_whole", -kept.nbytes))
+        flat = [g.flat(order) if g.arrived else None for g, order in zip(self._gradients, self._orders, strict=True)]
+        if any(bucket.specs):
+            # A DTensor that came in another placement than its parameter's has another size in that.
+            bucket.meter.add("gradients_whole", sum(f.nbytes for f in flat if f is not None) - self._arrived_bytes)
         self._arrived_bytes = 0
         outgoing = ArrivedGradients(
             bucket.layout,
-            [g.flat(order) if g.arrived else None for g, order in zip(self._gradients, self._orders, strict=True)],
+            flat,
             bucket.dtypes.reduce,
             bucket.device,
             lambda nbytes: bucket.meter.add("gradients_whole", -nbytes),
@@ -281,7 +286,7 @@ class Gradients:
     def _reduce(self, outgoing: Outgoing) -> Iterator[Collective]:
         """Reduce-scatter over shard, then all-reduce over every replicate axis."""
         bucket, mesh = self._bucket, self._bucket.mesh
-        reduced = self._reduced = bucket.empty_gradient_slice()
+        reduced = self._reduced = bucket.empty_gradients(bucket.layout.slice_numel)
         bucket.meter.add("gradients_sliced", reduced.nbytes)
         if mesh.shard.size > 1 or mesh.copies == 1:
             if collective := mesh.shard.reduce_scatter(outgoing, reduced, bucket.unit, bucket.tag + 3):
