@@ -143,7 +143,8 @@ def _state_bytes(optimizer: Optimizer) -> int:
     return total
 
 
-def _engines_of(optimizer: Optimizer) -> set[Engine]:
+def _engines_of(optimizer: Optimizer) -> list[Engine]:
+    """In the order of the parameters, which is that of all ranks: each engine sends messages before a step."""
     # One reference for each engine, however many parameters.
     references = {
         id(parameter._engine): parameter._engine
@@ -151,4 +152,5 @@ def _engines_of(optimizer: Optimizer) -> set[Engine]:
         for parameter in group["params"]
         if isinstance(parameter, SlicedTensor) and parameter._engine is not None
     }
-    return {engine for reference in references.values() if (engine := reference()) is not None}
+    engines = [engine for reference in references.values() if (engine := reference()) is not None]
+    return list(dict.fromkeys(engines))

@@ -39,7 +39,8 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
         UsageError: if ``target`` is not sharded, if the model is computing, or if values changed without ``write``.
     """
     wanted = _parameters_of(target)
-    engines = {_engine_of(parameter) for parameter in wanted}
+    # In the order of the parameters, which is that of all ranks.
+    engines = dict.fromkeys(_engine_of(parameter) for parameter in wanted)
     for engine in engines:
         engine.enter_gathered()
     opened = [_Opened(bucket, wanted) for engine in engines for bucket in _buckets_with(engine, wanted)]
