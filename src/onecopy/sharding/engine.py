@@ -11,6 +11,7 @@ every micro-batch if it shards them, else in the last one of a step.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inpu
 from onecopy.sharding.buffers import broadcast_buffers
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
-from onecopy.sharding.tensors import find_tensors, replace_tensors
+from onecopy.sharding.tensors import Edits, find_tensors, replace_tensors
 from onecopy.sharding.unit import Passage, Unit, Visit
 from onecopy.stage import Stage
 
@@ -144,7 +145,8 @@ class Engine:
         recomputes = in_backward()
         visit = unit.record_visit() if torch.is_grad_enabled() else None
         cache = torch.is_autocast_cache_enabled()
-        unit.passages.append(Passage(visit, recomputes, cache))
+        passage = Passage(visit, recomputes, cache, sys.exception())
+        unit.passages.append(passage)
         # Autocast would keep cast copies of whole weights, past their release and past the optimizer's step.
         torch.set_autocast_cache_enabled(False)
         if recomputes:
@@ -162,7 +164,7 @@ class Engine:
             if self._in_backward:
                 self.recover()
             if unit.scope is self.model and len(unit.passages) == 1:
-                args, kwargs = self._begin_forward(args, kwargs, recorded=visit is not None)
+                args, kwargs = self._begin_forward(args, kwargs, passage.edits, recorded=visit is not None)
             if visit is None and self._records:
                 unit.unrecorded += 1
                 self._unrecorded += 1
@@ -171,14 +173,15 @@ class Engine:
         unit.show_whole()
         if visit is not None:
             visit.time = perf_counter()
-            args, kwargs, visit.marked = mark_inputs(partial(self._after_backward, unit, visit), args, kwargs)
+            ended = partial(self._after_backward, unit, visit)
+            args, kwargs, visit.marked = mark_inputs(ended, args, kwargs, passage.edits)
         return args, kwargs
 
     def _count_gradients(self) -> None:
         """Slices in `p.grad` come and go by the user's hand, so they are looked at and not followed."""
         self.meter.set("gradients_sliced", sum(g.sliced_bytes for unit in self.units for g in unit.gradients))
 
-    def _begin_forward(self, args: Any, kwargs: Any, *, recorded: bool) -> tuple[Any, Any]:
+    def _begin_forward(self, args: Any, kwargs: Any, edits: Edits, *, recorded: bool) -> tuple[Any, Any]:
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.check()
@@ -197,7 +200,7 @@ class Engine:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self._inputs) if tensor.is_floating_point() else tensor
 
-        return replace_tensors(args, cast), replace_tensors(kwargs, cast)
+        return replace_tensors(args, cast, edits), replace_tensors(kwargs, cast, edits)
 
     def _gather_for_forward(self, unit: Unit) -> None:
         self._visited.add(unit)
@@ -215,8 +218,8 @@ class Engine:
         torch.set_autocast_cache_enabled(passage.autocast_cache)
         if not unit.is_computing:
             unit.show_sliced()
-        # A forward that raised comes here too, without an output.
-        failed = output is None
+        # A forward that raised comes here too, without an output. So does one that returns None.
+        failed = output is None and sys.exception() is not passage.handled
         if not passage.recomputes:
             if passage.visit is not None and not failed:
                 self._record(unit, passage.visit, "forward")
@@ -224,6 +227,7 @@ class Engine:
             if self.stage.shards_parameters and not unit.in_use:
                 output = self._keep_returned_parameters(unit, output)
                 unit.release()
+        passage.edits.undo()
         if unit.scope is self.model and not unit.passages and not passage.recomputes:
             self._in_model_forward = self._records = False
             if not failed:
