@@ -26,7 +26,7 @@ from onecopy.sharding.agreement import check_agreement
 from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
 from onecopy.sharding.discover import Units, find_parameters, find_scopes
-from onecopy.sharding.engine import Engine
+from onecopy.sharding.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.optimizers import mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
@@ -34,7 +34,6 @@ from onecopy.sharding.tensor_parallel import describe, tensor_mesh
 from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
 
-_ENGINE = "_onecopy_engine"
 _ARENA = "_onecopy_arena"
 
 # Names the messages of buckets; models that are sharded one after the other must not share names.
@@ -155,7 +154,7 @@ def shard(
     _retire(scopes)
     watch(engine)
     for name, value in {
-        _ENGINE: engine,
+        ENGINE: engine,
         _ARENA: regions,
         "no_sync": engine.no_sync,
         "reduce_gradients": engine.reduce_gradients,
@@ -201,8 +200,8 @@ def padded_numel(model: nn.Module) -> int:
 @contextmanager
 def phase_of(model: nn.Module, phase: Phase) -> Iterator[None]:
     """Book traffic and peaks inside the block under ``phase``, if ``model`` is sharded."""
-    engine = getattr(model, _ENGINE, None)
-    if not isinstance(engine, Engine):
+    engine = find_engine(model)
+    if engine is None:
         yield
         return
     with engine.ledger.during(phase):
@@ -216,8 +215,8 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         UsageError: if ``model`` is not what `shard` returned.
     """
-    engine = getattr(model, _ENGINE, None)
-    if not isinstance(engine, Engine):
+    engine = find_engine(model)
+    if engine is None:
         raise UsageError(f"this {type(model).__name__} is not sharded; pass the model that onecopy.shard returned.")
     return engine
 
@@ -287,7 +286,7 @@ def _check_not_hooked(scopes: dict[str, list[Found]]) -> None:
 
 def _check_not_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, _ENGINE)
+        sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, ENGINE)
         if sharded:
             raise UsageError(
                 f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, "

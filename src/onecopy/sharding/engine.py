@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,15 @@ from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
 from onecopy.sharding.buffers import broadcast_buffers
+from onecopy.sharding.frames import caller_of_hook, is_running
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
 from onecopy.sharding.tensors import Edits, find_tensors, replace_tensors
 from onecopy.sharding.unit import Passage, Unit, Visit
 from onecopy.stage import Stage
+
+ENGINE: Final = "_onecopy_engine"
+"""Attribute of a sharded model."""
 
 
 class Engine:
@@ -97,8 +101,9 @@ class Engine:
         self.rebuild_gradients()
         for unit in self.units:
             self._attach(unit)
+        self._root = root[0] if root else Unit("", model, ())
         if not root:
-            self._attach(Unit("", model, ()))
+            self._attach(self._root)
 
     def rebuild_gradients(self) -> None:
         """Start from no gradients; to be called when units have new parameters."""
@@ -142,10 +147,12 @@ class Engine:
     def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.gathered:
             return None
+        if unit.scope is self.model:
+            self._forget_interrupted()
         recomputes = in_backward()
         visit = unit.record_visit() if torch.is_grad_enabled() else None
         cache = torch.is_autocast_cache_enabled()
-        passage = Passage(visit, recomputes, cache, sys.exception())
+        passage = Passage(visit, recomputes, cache, caller_of_hook(), sys.exception())
         unit.passages.append(passage)
         # Autocast would keep cast copies of whole weights, past their release and past the optimizer's step.
         torch.set_autocast_cache_enabled(False)
@@ -358,16 +365,14 @@ class Engine:
 
     def enter_gathered(self) -> None:
         """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
-        if self._in_backward and not in_backward():
-            self.recover()
+        self.come_to_rest()
         if self._in_backward or any(unit.passages for unit in self.units):
             raise UsageError("onecopy.gathered cannot be entered while the model is computing.")
         self.gathered += 1
 
     def before_step(self) -> None:
         """The optimizer is about to step."""
-        if self._in_backward:
-            self.recover()
+        self.come_to_rest()
         self._reducer.settle()
         self.ledger.phase = "step"
         self._count_gradients()
@@ -384,7 +389,32 @@ class Engine:
             timeline.add("optimizer step", "compute", "step", "", self._step_began, perf_counter())
         self.ledger.close_step()
 
+    def come_to_rest(self) -> None:
+        """Show slices everywhere if nothing computes, after a forward or backward that ended with an exception too."""
+        self._forget_interrupted()
+        if self._in_backward and not in_backward():
+            self.recover()
+
+    def _forget_interrupted(self) -> None:
+        # The outermost last: it has seen what autocast was set to.
+        for unit in [*self.units[::-1], self._root]:
+            for passage in [p for p in unit.passages[::-1] if not is_running(p.caller)]:
+                unit.passages.remove(passage)
+                passage.edits.undo()
+                torch.set_autocast_cache_enabled(passage.autocast_cache)
+                unit.show_sliced()
+                if self.stage.shards_parameters and not unit.in_use:
+                    unit.release()
+        if not self._root.passages:
+            self._in_model_forward = self._records = False
+
     def recover(self) -> None:
         """Go on after a backward that raised an error, on every rank alike."""
         self._reducer.drop()
         self._leave_backward()
+
+
+def find_engine(model: nn.Module) -> Engine | None:
+    """The engine of ``model``, None if it is not what `onecopy.shard` has returned."""
+    engine = getattr(model, ENGINE, None)
+    return engine if isinstance(engine, Engine) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 
 from torch import Tensor, nn
 
@@ -43,6 +44,7 @@ class Passage:
         visit: None where autograd records nothing.
         recomputes: it runs inside a backward, for an activation checkpoint.
         autocast_cache: whether autocast kept cast weights before it began.
+        caller: the frame that runs it.
         handled: the exception that its caller was handling, None as a rule; any other is the forward's own.
         edits: tensors replaced in its arguments until it ends.
     """
@@ -50,6 +52,7 @@ class Passage:
     visit: Visit | None
     recomputes: bool
     autocast_cache: bool
+    caller: FrameType | None
     handled: BaseException | None
     edits: Edits = field(default_factory=Edits)
 
