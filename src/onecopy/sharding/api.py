@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import UnionType
 from typing import TypeVar
 
 import torch
@@ -99,6 +100,12 @@ def shard(
     _check_count("prefetch", prefetch, at_least=0)
     if bucket_bytes is not None:
         _check_count("bucket_bytes", bucket_bytes, at_least=1)
+    _check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
+    _check_kind("defragment", defragment, bool, "True or False")
+    _check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
+    _check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
+    _check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
+    _check_kind("model", model, nn.Module, "a torch.nn.Module")
     _check_not_sharded(model)
     scopes = find_parameters(model, find_scopes(model, units))
     if not scopes:
@@ -272,6 +279,11 @@ def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
 def _check_count(name: str, value: int, *, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
         raise SettingsError(f"{name} must be a whole number of at least {at_least}; found {value!r}")
+
+
+def _check_kind(name: str, value: object, kind: type | UnionType, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise SettingsError(f"{name} must be {expected}; found {value!r}")
 
 
 def _check_not_hooked(scopes: dict[str, list[Found]]) -> None:

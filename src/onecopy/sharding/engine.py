@@ -31,6 +31,7 @@ from onecopy.sharding.buffers import broadcast_buffers
 from onecopy.sharding.frames import caller_of_hook, is_running
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
+from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.tensors import Edits, find_tensors, replace_tensors
 from onecopy.sharding.unit import Passage, Unit, Visit
 from onecopy.stage import Stage
@@ -131,6 +132,12 @@ class Engine:
         )
 
     def _learn_forward(self, seen: list[Unit]) -> AgreedOrder:
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, SlicedTensor):
+                raise UsageError(
+                    f"parameter {name!r} came into the model after onecopy.shard and would not be averaged over ranks: "
+                    f"add and replace modules before."
+                )
         order = agree_order(self.mesh, self.units, seen, self.units)
         first = [unit for unit in order.units if unit not in order.optional]
         self._reducer.dynamic = any_rank(self.mesh, seen != first)
@@ -278,6 +285,11 @@ class Engine:
     def _before_backward(self, unit: Unit, visit: Visit, _: object) -> None:
         if visit.began:
             return
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "backward with create_graph=True (double backward, a gradient penalty) is not supported: what it "
+                "records would use whole parameters that are let go."
+            )
         unit.check_visit(visit)
         unit.enter(visit)
         self._enter_backward()

@@ -112,6 +112,11 @@ def _check_gradient(parameter: SlicedTensor) -> None:
             f"step's last micro-batch outside no_sync() (or all accumulate= of them), or call "
             f"model.reduce_gradients() first."
         )
+    if parameter.grad is not None and not isinstance(parameter.grad, SlicedTensor):
+        raise UsageError(
+            f"the gradient of {parameter.slicing.name!r} is a whole tensor, where its slice is needed: write it into "
+            f"one, p.grad = torch.zeros_like(p).copy_(whole)."
+        )
 
 
 def _slice_states(optimizer: Optimizer) -> None:
