@@ -20,3 +20,11 @@ def example_inputs(samples: int) -> tuple[Any, ...]:
 
 def number() -> int:
     return 3
+
+
+def broken() -> None:
+    raise KeyError("no such size")
+
+
+def nothing_to_train() -> torch.nn.Module:
+    return torch.nn.Tanh()

@@ -205,10 +205,37 @@ def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
         (["--layers", "4", "--gpus", "8"], "go together"),
         (["--gpus", "8"], "give a MODEL"),
         (["missing.json", "--gpus", "8"], "found no 'missing.json'"),
+        (["plan_models:broken", "--gpus", "8"], "cannot be built: KeyError: 'no such size' ("),
+        (["plan_models:example_inputs", "--gpus", "8"], "cannot be built: TypeError: "),
+        (["plan_models:nothing_to_train", "--gpus", "8"], "Tanh has no parameters"),
+        (["--layers", "4", "--hidden", "64", "--heads", "7", "--gpus", "8"], "heads must divide the hidden size of 64"),
+        (["7.5e9", "--gpus", "8", "--gpu-memory", "0"], "above 0; found '0'"),
+        (["7.5e9", "--gpus", "8", "--link", "0gbit"], "above 0; found '0gbit'"),
+        (["7.5e9", "--gpus", "8", "--global-batch", "3"], "the smallest that can is 8"),
+        (["7.5e9", "--gpus", "8", "--html", "nowhere/page.html"], "in a directory that exists"),
     ],
 )
 def test_what_cannot_work_is_one_message(arguments: list[str], message: str) -> None:
     done = _plan(*arguments, code=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "name, text, model, message",
+    [
+        ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "config.json", "transformers cannot read"),
+        ("config.json", '{"model_type": "lla', "config.json", "transformers cannot read"),
+        ("unreadable.py", "def build(:", "unreadable:build", "cannot import 'unreadable'"),
+        ("failing.py", "1 / 0", "failing:build", "ZeroDivisionError"),
+    ],
+)
+def test_a_file_of_the_users_that_is_wrong_is_one_message(
+    name: str, text: str, model: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    done = _plan(model, "--gpus", "8", code=2, folder=tmp_path)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 

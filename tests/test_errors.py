@@ -24,7 +24,7 @@ from onecopy.errors import (
     SettingsError,
     UsageError,
 )
-from oracle import part, train
+from oracle import gathered_weights, part, train
 from ranks import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -58,6 +58,11 @@ def _step(model: nn.Module, rank: int, num_ranks: int, optimizer: torch.optim.Op
         ({"stage": 2, "units": ["blocks.7"]}, ["units", "blocks.7"]),
         ({"stage": 2, "units": [nn.Conv2d]}, ["units", "Conv2d"]),
         ({"stage": 2, "units": [nn.Linear(2, 2)]}, ["units"]),
+        ({"stage": 2, "broadcast_buffers": "no"}, ["broadcast_buffers", "'no'", "False"]),
+        ({"stage": 2, "defragment": 1}, ["defragment", "1"]),
+        ({"stage": 2, "mesh": (2, 2)}, ["mesh", "init_device_mesh"]),
+        ({"stage": 2, "activations": "cpu"}, ["activations", "'cpu'", "onecopy.Activations"]),
+        ({"stage": 2, "optimizer": SGD}, ["optimizer"]),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: list[str]) -> None:
@@ -201,6 +206,51 @@ def test_a_parameter_replaced_after_sharding_is_named(stage: int) -> None:
         model.head.weight = nn.Parameter(torch.zeros(3, 10))
         with pytest.raises(UsageError, match=r"head\.weight.*gathered"):
             _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@STAGES
+def test_a_module_added_or_replaced_after_sharding_is_named(stage: int) -> None:
+    """Nobody would average its gradients: ranks would drift apart."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        model.head = nn.Linear(10, 3)
+        with pytest.raises(UsageError, match=r"head\.weight.*before"):
+            _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@STAGES
+def test_double_backward_is_refused_and_training_goes_on(stage: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        x, y = (tensor.requires_grad_() for tensor in vector_batches(1)[0])
+        with pytest.raises(UsageError, match="create_graph=True"):
+            torch.autograd.grad(model(x, y), x, create_graph=True)
+        torch.autograd.grad(model(x, y), x)
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@STAGES
+def test_a_gradient_assigned_whole_is_named(stage: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        optimizer = SGD(model.parameters(), lr=0.5)
+        before = gathered_weights(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(parameter.shape)
+        with pytest.raises(UsageError, match=r"blocks\.0\.0\.weight.*zeros_like"):
+            optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter).copy_(torch.ones(parameter.shape))
+        optimizer.step()
+        for name, weight in gathered_weights(model).items():
+            torch.testing.assert_close(weight, before[name] - 0.5)
 
     run_ranks(2, run)
 

@@ -93,6 +93,7 @@ def test_a_file_is_read_and_wrong_values_are_named(tmp_path: Path) -> None:
     assert (found.stage, found.precision, found.shard) == (1, "fp16", 8)
     for wrong, message in (
         ({"zero_optimization": {"stage": 5}}, "found 5"),
+        ({"zero_optimization": 2}, "zero_optimization must hold keys and values; found 2"),
         ({"train_micro_batch_size_per_gpu": "many"}, "must be a number or 'auto'"),
         ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, "must be a multiple"),
     ):
@@ -148,7 +149,12 @@ def test_fsdps_strategies_are_stages(written: str | int, stage: int) -> None:
     assert found.stage == stage
 
 
-def test_accelerate_settings_that_cannot_be() -> None:
+def test_accelerate_settings_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="at least 1; found 'two'"):
+        from_accelerate({"fsdp_config": {}, "gradient_accumulation_steps": "two"})
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="cannot read"):
+        from_accelerate(tmp_path / "bytes.yaml")
     with pytest.raises(SettingsError, match="fsdp_config"):
         from_accelerate({"mixed_precision": "bf16"})
     with pytest.raises(SettingsError, match="must be one of"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import onecopy
@@ -178,6 +179,35 @@ def test_two_models_in_one_loop(stage: int) -> None:
             assert_same_weights(gathered_weights(model), whole_weights(twin))
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_optimizer_over_several_models(stage: int) -> None:
+    """Ranks settle the models' messages in one order, though their objects lie at different addresses."""
+
+    def run(rank: int) -> None:
+        others: list[Any] = []
+        sharded = []
+        for n in range(1, 6):
+            others.append([object() for _ in range(997 * n * rank)])
+            sharded.append(onecopy.shard(seeded(Stack, layers=n), stage))
+        twins = [seeded(Stack, layers=n) for n in range(1, 6)]
+        for models, mine in ((sharded, lambda b: part(b, rank, 2)), (twins, lambda b: b)):
+            parameters = [p for m in models for p in m.parameters()]
+            optimizer = SGD(parameters, lr=0.1)
+            for batch in vector_batches(3):
+                torch.stack([model(*mine(batch)) for model in models]).sum().backward()
+                clip_grad_norm_(parameters, 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        for model, twin in zip(sharded, twins, strict=True):
+            assert_same_weights(gathered_weights(model), whole_weights(twin))
+        whole = [p for twin in twins for p in twin.parameters()]
+        with onecopy.gathered([p for model in sharded for p in model.parameters()]) as found:
+            for one, other in zip(found, whole, strict=True):
+                torch.testing.assert_close(one, other)
+
+    run_ranks(2, run, group_timeout=8.0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -113,12 +113,13 @@ def test_queue_callback_runs_after_the_last_gradient() -> None:
 def test_identity_node_of_a_unit_runs_after_all_of_its_backward() -> None:
     """sharding/boundary.py rests on autograd taking ready nodes in the reverse order of their creation."""
     from onecopy.sharding.boundary import mark_inputs
+    from onecopy.sharding.tensors import Edits
 
     events: list[str] = []
     weight = torch.ones(3, requires_grad=True)
     weight.register_post_accumulate_grad_hook(lambda _: events.append("weight"))
     x = torch.ones(3, requires_grad=True)
-    (inside,), _, marked = mark_inputs(lambda: events.append("unit"), (x * 1,), {})
+    (inside,), _, marked = mark_inputs(lambda: events.append("unit"), (x * 1,), {}, Edits())
     (inside * weight.exp()).sum().backward()
     assert marked
     assert events == ["weight", "unit"]

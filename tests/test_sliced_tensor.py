@@ -153,6 +153,30 @@ def test_copies_and_pickles_are_refused_and_states_may_be_copied() -> None:
     assert state.local.sum().item() == 35.0
 
 
+def _assign_data(rank: int) -> None:
+    """As momentum encoders and vector_to_parameters do. torch's own setter would change the wrapper and no value."""
+    plain, model = Two(), onecopy.shard(Two(), 3)
+    inputs = torch.ones(2, 5)
+    model(inputs).backward()
+    for both in (plain, model):
+        both.w.data = both.w.data * 0.5 + both.w.detach()
+        both.v.data = torch.tensor([4.0, 5.0, 6.0])
+    for name in ("w", "v"):
+        torch.testing.assert_close(whole_of(getattr(model, name)), getattr(plain, name).detach(), rtol=0, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs), plain(inputs))
+    model.w.grad.data = torch.full((5, 7), 2.0)  # type: ignore[union-attr]
+    assert model.w.grad is not None
+    torch.testing.assert_close(whole_of(model.w.grad), torch.full((5, 7), 2.0))
+    for wrong in (torch.ones(7, 5), torch.ones(5, 7, dtype=torch.float64), model.v.data):
+        with pytest.raises(UsageError, match=r"'w' is sharded as \(\(5, 7\), torch\.float32"):
+            model.w.data = wrong
+
+
+def test_assigning_data_writes_to_the_slices() -> None:
+    run_ranks(3, _assign_data)
+
+
 def test_isinstance_shape_dtype_and_repr_tell_the_truth() -> None:
     model = onecopy.shard(Two(), 3)
     assert isinstance(model.w, nn.Parameter)

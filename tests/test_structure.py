@@ -137,6 +137,36 @@ class Signatures(nn.Module):
         return loss + F.mse_loss(self.head(hidden.state), y)
 
 
+class WritesToArguments(nn.Module):
+    """Blocks return nothing: they write to a list, a dict and a dataclass that they were given."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(10, 10)
+
+        def forward(self, seen: list[Tensor], named: dict[str, Tensor], hidden: Hidden) -> None:
+            seen.append(torch.tanh(self.linear(seen[-1])))
+            named["sum"] = named["sum"] + seen[-1]
+            hidden.state = hidden.state * seen[-1]
+            hidden.extras.setdefault("all", []).append(self.linear(hidden.state))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Inner() for _ in range(3))
+        self.entry = nn.Linear(10, 10)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.entry(x)
+        seen, named, hidden = [x], {"x": x, "sum": x}, Hidden(x, {})
+        for layer in self.layers:
+            layer(seen, named, hidden=hidden)
+        assert len(seen) == len(hidden.extras["all"]) + 1 == 4
+        assert seen[0] is named["x"] is x
+        return F.mse_loss(self.head(torch.stack(seen).sum(0) + named["sum"] + hidden.state), y)
+
+
 class OnlyDeepOutput(nn.Module):
     """The loss reaches a block through nothing but the deepest tensor of its nested output."""
 
@@ -243,6 +273,7 @@ class ParameterReturned(nn.Module):
     [
         InDicts,
         Signatures,
+        WritesToArguments,
         OnlyDeepOutput,
         InPlaceFirst,
         InPlaceAfter,
@@ -256,6 +287,49 @@ def test_structure_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks
         assert_trains_like_twin(rank, num_ranks, lambda: seeded(kind), vector_batches(4), stage=stage)
 
     run_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_that_return_nothing_train_like_twin_while_an_exception_is_handled(stage: int) -> None:
+    """As after a retry: it must not be taken for their own, or units were released as after a failed forward."""
+
+    def run(rank: int) -> None:
+        try:
+            raise ValueError("an earlier failure")
+        except ValueError:
+            assert_trains_like_twin(rank, 2, lambda: seeded(WritesToArguments), vector_batches(3), stage=stage)
+
+    run_ranks(2, run)
+
+
+class Cached(nn.Module):
+    """Keeps its hidden states in a list of its caller's, as generation does, and takes its batch in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+
+    def forward(self, batch: dict[str, Tensor], past: list[Tensor]) -> Tensor:
+        past.append(self.linear(batch["x"]) + sum(past))
+        return past[-1]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_arguments_are_the_callers_again_after_a_forward_in_another_dtype(stage: int) -> None:
+    """They hold the caller's own tensors, of the caller's dtype, and what the model has added. Oracle: bf16 weights."""
+
+    def run(rank: int) -> None:
+        plain = seeded(Cached).to(torch.bfloat16)
+        model = onecopy.shard(seeded(Cached), stage, precision="bf16")
+        x, first = vector_batches(1)[0][0], torch.ones(12, 10, requires_grad=True)
+        batch, past, expected = {"x": x}, [first], [first.bfloat16()]
+        for _ in range(2):
+            torch.testing.assert_close(model(batch, past), plain({"x": x.bfloat16()}, expected), rtol=1e-2, atol=1e-2)
+        assert batch["x"] is x
+        assert past[0] is first
+        assert len(past) == 3
+
+    run_ranks(2, run)
 
 
 @everywhere

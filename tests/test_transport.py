@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,9 +17,10 @@ from torch import Tensor, nn
 import onecopy
 from onecopy.comm import mesh as mesh_file
 from onecopy.comm.collective import Collective, Label, Posted, Program
-from onecopy.comm.cross_memory import SWITCH, Neighbours, find_neighbours
+from onecopy.comm.cross_memory import SWITCH, Fetch, Neighbours, find_neighbours
 from onecopy.comm.direct_exchange import DirectExchange
 from onecopy.comm.ledger import Ledger
+from onecopy.comm.mailbox import Board, Mailbox
 from onecopy.comm.native_calls import NativeCalls
 from onecopy.comm.outgoing import Flat, Outgoing
 from onecopy.comm.remote_memory import Window
@@ -293,3 +296,28 @@ def test_notes_arrive_whole_and_in_order_through_a_small_ring() -> None:
     _, read = run_ranks(2, _exchange_notes, count)
     expected = [(number % 2, number, -number, 5) for number in range(count)]
     assert read == [note for note in expected if note[0] == 1] + [note for note in expected if note[0] == 0]
+
+
+def test_a_peer_that_is_gone_is_named_however_it_is_noticed() -> None:
+    """While looking for a peer's gradients between two of its own, a rank must not fall over inside."""
+
+    def run(rank: int) -> None:
+        boards = [Board(), Board()]
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        fetch = Fetch(torch.zeros(4), Mailbox(boards[0], child, ctypes.addressof(boards[1])), 0, 5.0)
+
+        def program() -> Program:
+            yield [Posted(fetch, 1)]
+            return ()
+
+        collective = Collective(program(), Label("all_gather", "blocks.0", "shard"), 0, Ledger())
+        assert not collective.advance_if_ready()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with pytest.raises(CollectiveError, match=r"all_gather of unit 'blocks\.0'.*rank 1 broke"):
+            collective.advance_if_ready()
+
+    run_ranks(1, run, group=False)

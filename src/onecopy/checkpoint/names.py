@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from onecopy.errors import UsageError
+from onecopy.sharding.engine import find_engine
 
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and torch's checkpoint wrapper put into names."""
@@ -56,6 +57,8 @@ class Named:
 
 def name_tensors(model: nn.Module) -> Named:
     """Find everything that a checkpoint of ``model`` is to hold."""
+    if (engine := find_engine(model)) is not None:
+        engine.come_to_rest()
     if isinstance(model, DistributedDataParallel):
         model = model.module
     parameters: dict[str, Tensor] = {}

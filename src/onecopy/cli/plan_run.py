@@ -71,6 +71,8 @@ def run(request: Request) -> bool:
         SettingsError: if the settings cannot work.
     """
     console = Console(stderr=request.as_json)
+    if request.html is not None and (request.html.is_dir() or not request.html.parent.is_dir()):
+        raise SettingsError(f"--html must be a file in a directory that exists; found {str(request.html)!r}")
     translation = _translate(request)
     if request.model is None and request.layers is None and translation is not None:
         console.print(translation.text(), markup=False, highlight=False, soft_wrap=True)

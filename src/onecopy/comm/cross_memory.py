@@ -104,8 +104,10 @@ class Fetch:
         mailbox.write((_TAKEN + number, 0, 0, 0), self._limit)
 
     def has_come(self) -> bool:
-        """Whether the peer's offer is there, so that ``wait`` has only to copy."""
-        return self._mailbox.has_come(self._offered)
+        """Whether the peer's offer is there and ``wait`` has only to copy; or the peer is gone, as it then says."""
+        with suppress(PeerGone):
+            return self._mailbox.has_come(self._offered)
+        return True
 
 
 def find_neighbours(place: int, exchange: Callable[[object], list[object]], limit: float) -> Neighbours:

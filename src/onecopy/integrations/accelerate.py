@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from onecopy.errors import SettingsError
-from onecopy.integrations.translation import Rule, Translation, apply_rules
+from onecopy.integrations.translation import AUTO, Rule, Translation, apply_rules
 
 _STRATEGIES: Final = {
     "FULL_SHARD": (3, False),
@@ -47,7 +47,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingsError("reading YAML needs PyYAML; install it with: pip install 'onecopy[train]'") from None
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"cannot read Accelerate's settings from {str(path)!r}: {error}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"{str(path)!r} must hold keys and values; found {type(values).__name__}")
@@ -107,6 +107,10 @@ def _checkpointing(found: Translation, value: Any) -> str | None:
 
 
 def _accumulate(found: Translation, value: Any) -> str | None:
+    if value == AUTO:
+        return None
+    if not str(value).isdecimal() or int(value) < 1:
+        raise SettingsError(f"gradient_accumulation_steps must be a whole number of at least 1; found {value!r}")
     found.accumulate = int(value)
     return None
 

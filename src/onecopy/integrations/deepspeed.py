@@ -39,10 +39,10 @@ def from_deepspeed(config: str | Path | Mapping[str, Any], model: Any = None) ->
     """
     values = config if isinstance(config, Mapping) else _read(Path(config))
     translation = Translation()
+    apply_rules(translation, values, _RULES)
     for name, formula in _AUTO_SIZES.items():
         if values.get("zero_optimization", {}).get(name) == AUTO and (hidden := hidden_size(model)) is not None:
             translation.resolved[f"zero_optimization.{name}"] = formula(hidden)
-    apply_rules(translation, values, _RULES)
     _check_batches(translation)
     return translation
 

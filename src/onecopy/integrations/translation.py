@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from onecopy.errors import SettingsError
+
 AUTO = "auto"
 
 
@@ -92,10 +94,16 @@ Rule = str | Callable[[Translation, Any], str | None]
 def apply_rules(
     translation: Translation, values: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str = ""
 ) -> None:
-    """Run every leaf of ``values`` through its rule; those without one are listed as unknown."""
+    """Run every leaf of ``values`` through its rule; those without one are listed as unknown.
+
+    Raises:
+        SettingsError: if there is a value where a section belongs.
+    """
     for name, value in values.items():
         key = f"{prefix}{name}"
         rule = rules.get(key)
+        if rule is None and not isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in rules):
+            raise SettingsError(f"{key} must hold keys and values; found {value!r}")
         if rule is None and isinstance(value, Mapping):
             apply_rules(translation, value, rules, f"{key}.")
             continue

@@ -157,10 +157,11 @@ def _batches(ranks: int, wishes: Wishes) -> Iterator[tuple[int, int]]:
         yield from ((size, 1) for size in sizes)
         return
     if total % ranks:
+        below, above = total // ranks * ranks, (total // ranks + 1) * ranks
+        nearest = f"the nearest that can are {below} and {above}" if below else f"the smallest that can is {above}"
         raise SettingsError(
-            f"a global batch of {total} cannot be split over {ranks} ranks; the nearest that can are "
-            f"{total // ranks * ranks or ranks} and {(total // ranks + 1) * ranks}, or let ranks share samples with a "
-            f"tensor degree"
+            f"a global batch of {total} cannot be split over {ranks} ranks; {nearest}, or let ranks share samples with "
+            f"a tensor degree"
         )
     share = total // ranks
     if wishes.micro_batch:

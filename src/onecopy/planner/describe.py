@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from onecopy.errors import SettingsError
@@ -76,8 +77,9 @@ def transformers_builder(file: Path) -> Callable[[], Any]:
         raise SettingsError("reading a transformers config needs transformers; pip install 'onecopy[train]'") from None
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise SettingsError(f"transformers cannot read {str(file)!r}: {str(error).splitlines()[0]}") from None
+    except Exception as error:
+        # Of its own kinds too: each model's config checks its values as it likes.
+        raise SettingsError(f"transformers cannot read {str(file)!r}: {_in_a_line(error)}") from None
     config.use_cache = False
 
     def build() -> Any:
@@ -150,8 +152,8 @@ def import_factory(path: str) -> tuple[Callable[[], Any], Any]:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = import_module(name)
-    except ImportError as error:
-        raise SettingsError(f"cannot import {name!r} for the model {path!r}: {error}") from None
+    except Exception as error:
+        raise SettingsError(f"cannot import {name!r} for the model {path!r}: {_in_a_line(error)}") from None
     build = getattr(module, attribute, None)
     if not callable(build):
         raise SettingsError(f"{name!r} has no function {attribute!r} that makes a model")
@@ -165,10 +167,27 @@ def _units_of(build: Callable[[], Any], batch: Callable[[], Any] | None) -> list
     from onecopy.planner.simulate import describe_units
 
     def checked() -> nn.Module:
-        model = build()
+        try:
+            model = build()
+        except Exception as error:
+            raise SettingsError(f"the model cannot be built: {_in_a_line(error)}{_place(error)}") from error
         if not isinstance(model, nn.Module):
             raise SettingsError(f"the factory must make an nn.Module; found {type(model).__name__}")
+        if not any(True for _ in model.parameters()):
+            raise SettingsError(f"{type(model).__name__} has no parameters to plan for")
         return model
 
     with redirect_stdout(sys.stderr):
         return describe_units(checked, batch)
+
+
+def _in_a_line(error: Exception) -> str:
+    """What an error of the user's code or files says."""
+    kind = "" if isinstance(error, ImportError | OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised."""
+    last = extract_tb(error.__traceback__)[-1]
+    return f" ({last.filename}, line {last.lineno})"

@@ -20,7 +20,7 @@ def parse_bytes(text: str) -> float:
     found = re.fullmatch(_NUMBER + r"([kmgt]i?)?b?", text.lower())
     if not found or (found[2] or "") not in _PREFIXES:
         raise SettingsError(f"a size must be written like 24GB, 24GiB or 512MB; found {text!r}")
-    return _number(found[1], text) * _PREFIXES[found[2] or ""]
+    return _positive(found[1], text) * _PREFIXES[found[2] or ""]
 
 
 def parse_rate(text: str) -> float:
@@ -32,7 +32,7 @@ def parse_rate(text: str) -> float:
     found = re.fullmatch(_NUMBER + r"([kmgt]i?)?(bit|b)?(?:/s|ps)?", text.lower())
     if not found or (found[2] or "") not in _PREFIXES:
         raise SettingsError(f"a rate must be written like 400gbit or 50GB/s; found {text!r}")
-    return _number(found[1], text) * _PREFIXES[found[2] or ""] / (8 if found[3] == "bit" else 1)
+    return _positive(found[1], text) * _PREFIXES[found[2] or ""] / (8 if found[3] == "bit" else 1)
 
 
 def parse_count(text: str) -> float:
@@ -52,6 +52,12 @@ def _number(text: str, whole: str) -> float:
         return float(text)
     except ValueError:
         raise SettingsError(f"found {whole!r}, whose number cannot be read") from None
+
+
+def _positive(text: str, whole: str) -> float:
+    if not (value := _number(text, whole)):
+        raise SettingsError(f"a size or rate must be above 0; found {whole!r}")
+    return value
 
 
 def gigabytes(nbytes: float) -> str:

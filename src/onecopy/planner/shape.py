@@ -137,10 +137,12 @@ def from_sizes(
     """A GPT of those sizes, its head tied to the embedding: 12h² + 13h parameters a layer, as Megatron counts.
 
     Raises:
-        SettingsError: if a size is not positive.
+        SettingsError: if a size is not positive, or heads do not divide the hidden size.
     """
     if min(layers, hidden, vocabulary) < 1:
         raise SettingsError(f"layers, hidden and vocabulary must be positive; found {layers}, {hidden}, {vocabulary}")
+    if heads is not None and (heads < 1 or hidden % heads):
+        raise SettingsError(f"heads must divide the hidden size of {hidden}; found {heads}")
     wide = intermediate or 4 * hidden
     block = (
         *(3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden),

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import UnionType
 from typing import TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from onecopy.sharding.agreement import check_agreement
 from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
 from onecopy.sharding.discover import Units, find_parameters, find_scopes
-from onecopy.sharding.engine import Engine
+from onecopy.sharding.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.optimizers import mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
@@ -34,7 +35,6 @@ from onecopy.sharding.tensor_parallel import describe, tensor_mesh
 from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
 
-_ENGINE = "_onecopy_engine"
 _ARENA = "_onecopy_arena"
 
 # Names the messages of buckets; models that are sharded one after the other must not share names.
@@ -100,6 +100,12 @@ def shard(
     _check_count("prefetch", prefetch, at_least=0)
     if bucket_bytes is not None:
         _check_count("bucket_bytes", bucket_bytes, at_least=1)
+    _check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
+    _check_kind("defragment", defragment, bool, "True or False")
+    _check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
+    _check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
+    _check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
+    _check_kind("model", model, nn.Module, "a torch.nn.Module")
     if activations is not None:
         activations.check()
     _check_not_sharded(model)
@@ -157,7 +163,7 @@ def shard(
     _retire(scopes)
     watch(engine)
     for name, value in {
-        _ENGINE: engine,
+        ENGINE: engine,
         _ARENA: regions,
         "no_sync": engine.no_sync,
         "reduce_gradients": engine.reduce_gradients,
@@ -203,8 +209,8 @@ def padded_numel(model: nn.Module) -> int:
 @contextmanager
 def phase_of(model: nn.Module, phase: Phase) -> Iterator[None]:
     """Book traffic and peaks inside the block under ``phase``, if ``model`` is sharded."""
-    engine = getattr(model, _ENGINE, None)
-    if not isinstance(engine, Engine):
+    engine = find_engine(model)
+    if engine is None:
         yield
         return
     with engine.ledger.during(phase):
@@ -218,8 +224,8 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         UsageError: if ``model`` is not what `shard` returned.
     """
-    engine = getattr(model, _ENGINE, None)
-    if not isinstance(engine, Engine):
+    engine = find_engine(model)
+    if engine is None:
         raise UsageError(f"this {type(model).__name__} is not sharded; pass the model that onecopy.shard returned.")
     return engine
 
@@ -277,6 +283,11 @@ def _check_count(name: str, value: int, *, at_least: int) -> None:
         raise SettingsError(f"{name} must be a whole number of at least {at_least}; found {value!r}")
 
 
+def _check_kind(name: str, value: object, kind: type | UnionType, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise SettingsError(f"{name} must be {expected}; found {value!r}")
+
+
 def _check_not_hooked(scopes: dict[str, list[Found]]) -> None:
     for found in scopes.values():
         for item in found:
@@ -289,7 +300,7 @@ def _check_not_hooked(scopes: dict[str, list[Found]]) -> None:
 
 def _check_not_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, _ENGINE)
+        sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, ENGINE)
         if sharded:
             raise UsageError(
                 f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, "

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onecopy.sharding.tensors import find_tensors, replace_tensors
+from onecopy.sharding.tensors import Edits, find_tensors, replace_tensors
 
 
-def mark_inputs(on_backward: Callable[[], None], args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+def mark_inputs(on_backward: Callable[[], None], args: Any, kwargs: Any, edits: Edits) -> tuple[Any, Any, bool]:
     """Route the tensors in a unit's inputs that require a gradient through an identity.
 
     Args:
         on_backward: called when the gradients of all those inputs have been computed.
+        edits: takes down what is replaced in lists, dicts and dataclasses of the caller's.
 
     Returns:
         ``args`` and ``kwargs`` with those tensors replaced, and whether there were any.
@@ -37,7 +38,7 @@ def mark_inputs(on_backward: Callable[[], None], args: Any, kwargs: Any) -> tupl
     def change(tensor: Tensor) -> Tensor:
         return replacement.get(id(tensor), tensor)
 
-    return replace_tensors(args, change), replace_tensors(kwargs, change), True
+    return replace_tensors(args, change, edits), replace_tensors(kwargs, change, edits), True
 
 
 def in_backward() -> bool:

@@ -11,12 +11,13 @@ every micro-batch if it shards them, else in the last one of a step.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,16 @@ from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
 from onecopy.sharding.buffers import broadcast_buffers
+from onecopy.sharding.frames import caller_of_hook, is_running
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
-from onecopy.sharding.tensors import find_tensors, replace_tensors
+from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.tensors import Edits, find_tensors, replace_tensors
 from onecopy.sharding.unit import Passage, Unit, Visit
 from onecopy.stage import Stage
+
+ENGINE: Final = "_onecopy_engine"
+"""Attribute of a sharded model."""
 
 
 class Engine:
@@ -96,8 +102,9 @@ class Engine:
         self.rebuild_gradients()
         for unit in self.units:
             self._attach(unit)
+        self._root = root[0] if root else Unit("", model, ())
         if not root:
-            self._attach(Unit("", model, ()))
+            self._attach(self._root)
 
     def rebuild_gradients(self) -> None:
         """Start from no gradients; to be called when units have new parameters."""
@@ -125,6 +132,12 @@ class Engine:
         )
 
     def _learn_forward(self, seen: list[Unit]) -> AgreedOrder:
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, SlicedTensor):
+                raise UsageError(
+                    f"parameter {name!r} came into the model after onecopy.shard and would not be averaged over ranks: "
+                    f"add and replace modules before."
+                )
         order = agree_order(self.mesh, self.units, seen, self.units)
         first = [unit for unit in order.units if unit not in order.optional]
         self._reducer.dynamic = any_rank(self.mesh, seen != first)
@@ -141,10 +154,13 @@ class Engine:
     def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.gathered:
             return None
+        if unit.scope is self.model:
+            self._forget_interrupted()
         recomputes = in_backward()
         visit = unit.record_visit() if torch.is_grad_enabled() else None
         cache = torch.is_autocast_cache_enabled()
-        unit.passages.append(Passage(visit, recomputes, cache))
+        passage = Passage(visit, recomputes, cache, caller_of_hook(), sys.exception())
+        unit.passages.append(passage)
         # Autocast would keep cast copies of whole weights, past their release and past the optimizer's step.
         torch.set_autocast_cache_enabled(False)
         if recomputes:
@@ -162,7 +178,7 @@ class Engine:
             if self._in_backward:
                 self.recover()
             if unit.scope is self.model and len(unit.passages) == 1:
-                args, kwargs = self._begin_forward(args, kwargs, recorded=visit is not None)
+                args, kwargs = self._begin_forward(args, kwargs, passage.edits, recorded=visit is not None)
             if visit is None and self._records:
                 unit.unrecorded += 1
                 self._unrecorded += 1
@@ -171,14 +187,15 @@ class Engine:
         unit.show_whole()
         if visit is not None:
             visit.time = perf_counter()
-            args, kwargs, visit.marked = mark_inputs(partial(self._after_backward, unit, visit), args, kwargs)
+            ended = partial(self._after_backward, unit, visit)
+            args, kwargs, visit.marked = mark_inputs(ended, args, kwargs, passage.edits)
         return args, kwargs
 
     def _count_gradients(self) -> None:
         """Slices in `p.grad` come and go by the user's hand, so they are looked at and not followed."""
         self.meter.set("gradients_sliced", sum(g.sliced_bytes for unit in self.units for g in unit.gradients))
 
-    def _begin_forward(self, args: Any, kwargs: Any, *, recorded: bool) -> tuple[Any, Any]:
+    def _begin_forward(self, args: Any, kwargs: Any, edits: Edits, *, recorded: bool) -> tuple[Any, Any]:
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.check()
@@ -197,7 +214,7 @@ class Engine:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self._inputs) if tensor.is_floating_point() else tensor
 
-        return replace_tensors(args, cast), replace_tensors(kwargs, cast)
+        return replace_tensors(args, cast, edits), replace_tensors(kwargs, cast, edits)
 
     def _gather_for_forward(self, unit: Unit) -> None:
         self._visited.add(unit)
@@ -215,8 +232,8 @@ class Engine:
         torch.set_autocast_cache_enabled(passage.autocast_cache)
         if not unit.is_computing:
             unit.show_sliced()
-        # A forward that raised comes here too, without an output.
-        failed = output is None
+        # A forward that raised comes here too, without an output. So does one that returns None.
+        failed = output is None and sys.exception() is not passage.handled
         if not passage.recomputes:
             if passage.visit is not None and not failed:
                 self._record(unit, passage.visit, "forward")
@@ -224,6 +241,7 @@ class Engine:
             if self.stage.shards_parameters and not unit.in_use:
                 output = self._keep_returned_parameters(unit, output)
                 unit.release()
+        passage.edits.undo()
         if unit.scope is self.model and not unit.passages and not passage.recomputes:
             self._in_model_forward = self._records = False
             if not failed:
@@ -267,6 +285,11 @@ class Engine:
     def _before_backward(self, unit: Unit, visit: Visit, _: object) -> None:
         if visit.began:
             return
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "backward with create_graph=True (double backward, a gradient penalty) is not supported: what it "
+                "records would use whole parameters that are let go."
+            )
         unit.check_visit(visit)
         unit.enter(visit)
         self._enter_backward()
@@ -354,16 +377,14 @@ class Engine:
 
     def enter_gathered(self) -> None:
         """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
-        if self._in_backward and not in_backward():
-            self.recover()
+        self.come_to_rest()
         if self._in_backward or any(unit.passages for unit in self.units):
             raise UsageError("onecopy.gathered cannot be entered while the model is computing.")
         self.gathered += 1
 
     def before_step(self) -> None:
         """The optimizer is about to step."""
-        if self._in_backward:
-            self.recover()
+        self.come_to_rest()
         self._reducer.settle()
         self.ledger.phase = "step"
         self._count_gradients()
@@ -382,8 +403,33 @@ class Engine:
             timeline.add("optimizer step", "compute", "step", "", self._step_began, perf_counter())
         self.ledger.close_step()
 
+    def come_to_rest(self) -> None:
+        """Show slices everywhere if nothing computes, after a forward or backward that ended with an exception too."""
+        self._forget_interrupted()
+        if self._in_backward and not in_backward():
+            self.recover()
+
+    def _forget_interrupted(self) -> None:
+        # The outermost last: it has seen what autocast was set to.
+        for unit in [*self.units[::-1], self._root]:
+            for passage in [p for p in unit.passages[::-1] if not is_running(p.caller)]:
+                unit.passages.remove(passage)
+                passage.edits.undo()
+                torch.set_autocast_cache_enabled(passage.autocast_cache)
+                unit.show_sliced()
+                if self.stage.shards_parameters and not unit.in_use:
+                    unit.release()
+        if not self._root.passages:
+            self._in_model_forward = self._records = False
+
     def recover(self) -> None:
         """Go on after a backward that raised an error, on every rank alike: with the first micro-batch of a step."""
         self._reducer.drop()
         self._micro_batches = 0
         self._leave_backward()
+
+
+def find_engine(model: nn.Module) -> Engine | None:
+    """The engine of ``model``, None if it is not what `onecopy.shard` has returned."""
+    engine = getattr(model, ENGINE, None)
+    return engine if isinstance(engine, Engine) else None

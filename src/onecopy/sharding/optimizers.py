@@ -112,6 +112,11 @@ def _check_gradient(parameter: SlicedTensor) -> None:
             f"step's last micro-batch outside no_sync() (or all accumulate= of them), or call "
             f"model.reduce_gradients() first."
         )
+    if parameter.grad is not None and not isinstance(parameter.grad, SlicedTensor):
+        raise UsageError(
+            f"the gradient of {parameter.slicing.name!r} is a whole tensor, where its slice is needed: write it into "
+            f"one, p.grad = torch.zeros_like(p).copy_(whole)."
+        )
 
 
 def _slice_states(optimizer: Optimizer) -> None:
@@ -143,7 +148,8 @@ def _state_bytes(optimizer: Optimizer) -> int:
     return total
 
 
-def _engines_of(optimizer: Optimizer) -> set[Engine]:
+def _engines_of(optimizer: Optimizer) -> list[Engine]:
+    """In the order of the parameters, which is that of all ranks: each engine sends messages before a step."""
     # One reference for each engine, however many parameters.
     references = {
         id(parameter._engine): parameter._engine
@@ -151,4 +157,5 @@ def _engines_of(optimizer: Optimizer) -> set[Engine]:
         for parameter in group["params"]
         if isinstance(parameter, SlicedTensor) and parameter._engine is not None
     }
-    return {engine for reference in references.values() if (engine := reference()) is not None}
+    engines = [engine for reference in references.values() if (engine := reference()) is not None]
+    return list(dict.fromkeys(engines))

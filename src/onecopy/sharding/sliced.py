@@ -139,6 +139,23 @@ class SlicedTensor(torch.Tensor):
     ) -> Any:
         return RULES[func](func, args, kwargs or {})
 
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor. What is assigned, a slice or a whole tensor, is copied: memory stays the bucket's."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, SlicedTensor) and value.local is self.local:
+            return
+        found, own = ((tuple(t.shape), t.dtype, t.device) for t in (value, self))
+        if found != own:
+            raise UsageError(
+                f"{self.slicing.name!r} is sharded as {own} (shape, dtype, device) and its .data cannot become "
+                f"{found}: change the model before onecopy.shard."
+            )
+        self.detach().copy_(value)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stop = self.slicing.start + self.slicing.numel
         return (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from operator import is_
 from typing import Any, Final
 
 import torch
@@ -45,36 +44,82 @@ def _find(value: Any, found: list[Tensor], depth: int) -> None:
             _find(item, found, depth + 1)
 
 
-def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], depth: int = 0) -> Any:
+class Edits:
+    """What was replaced inside of a caller's own containers, to be put back when the call is over."""
+
+    __slots__ = ("_made",)
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Any, Any, Any, Any]] = []
+
+    def make(self, container: Any, key: Any, old: Any, new: Any) -> None:
+        """Put ``new`` where ``old`` is: an item of a list or dict, or an attribute of a dataclass."""
+        if isinstance(container, list | dict):
+            container[key] = new
+        else:
+            setattr(container, key, new)
+        self._made.append((container, key, old, new))
+
+    def undo(self) -> None:
+        """Put back what was replaced, wherever it still is; what others have put there since stays."""
+        while self._made:
+            container, key, old, new = self._made.pop()
+            if isinstance(container, list):
+                for position, item in enumerate(container):
+                    if item is new:
+                        container[position] = old
+            elif isinstance(container, dict):
+                if container.get(key) is new:
+                    container[key] = old
+            elif getattr(container, key, None) is new:
+                setattr(container, key, old)
+
+
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor], edits: Edits | None = None, depth: int = 0) -> Any:
     """``value`` with ``change`` applied to every tensor in tuples, lists, dicts and dataclasses.
 
-    Containers in which nothing changed are returned as they are; others are copied, never edited. Tensors inside
-    objects of other kinds are left: they cannot be rebuilt safely.
+    Containers in which nothing changed are returned as they are. Others are copied, never edited; but with ``edits``
+    those that can be edited are, for a module may write to a list that it is given. Tensors inside objects of other
+    kinds are left: they cannot be rebuilt safely.
     """
     if isinstance(value, Tensor):
         return change(value)
     if depth > _MAX_DEPTH:
         return value
+    items: list[tuple[Any, Any]]
     if isinstance(value, _SEQUENCES):
-        replaced = [replace_tensors(item, change, depth + 1) for item in value]
-        if all(map(is_, replaced, value)):
-            return value
-        if hasattr(value, "_fields"):
-            return type(value)(*replaced)
-        return type(value)(replaced)
-    if isinstance(value, dict):
-        items = {key: replace_tensors(item, change, depth + 1) for key, item in value.items()}
-        if all(map(is_, items.values(), value.values())):
-            return value
-        copy = value.copy()
-        copy.update(items)
-        return copy
-    if isinstance(value, _OPAQUE):
+        items = list(enumerate(value))
+    elif isinstance(value, dict):
+        items = list(value.items())
+    elif not isinstance(value, _OPAQUE) and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+    else:
         return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changed = {name: replace_tensors(item, change, depth + 1) for name, item in fields.items()}
-        if all(map(is_, changed.values(), fields.values())):
-            return value
-        return dataclasses.replace(value, **changed)
-    return value
+    changes = [
+        (key, old, new) for key, old in items if (new := replace_tensors(old, change, edits, depth + 1)) is not old
+    ]
+    if not changes:
+        return value
+    if edits is not None and _can_be_edited(value):
+        for key, old, new in changes:
+            edits.make(value, key, old, new)
+        return value
+    return _copy_with(value, items, {key: new for key, _, new in changes})
+
+
+def _can_be_edited(container: Any) -> bool:
+    if isinstance(container, tuple):
+        return False
+    return isinstance(container, list | dict) or not container.__dataclass_params__.frozen
+
+
+def _copy_with(container: Any, items: list[tuple[Any, Any]], changes: dict[Any, Any]) -> Any:
+    if isinstance(container, _SEQUENCES):
+        values = [changes.get(position, item) for position, item in items]
+        return type(container)(*values) if hasattr(container, "_fields") else type(container)(values)
+    if isinstance(container, dict):
+        copy = container.copy()
+        for key, new in changes.items():
+            copy[key] = new
+        return copy
+    return dataclasses.replace(container, **{**dict(items), **changes})

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import FrameType
 
 from torch import Tensor, nn
 
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import Bucket
 from onecopy.sharding.gradients import Gradients
+from onecopy.sharding.tensors import Edits
 
 
 class Visit:
@@ -42,11 +44,17 @@ class Passage:
         visit: None where autograd records nothing.
         recomputes: it runs inside a backward, for an activation checkpoint.
         autocast_cache: whether autocast kept cast weights before it began.
+        caller: the frame that runs it.
+        handled: the exception that its caller was handling, None as a rule; any other is the forward's own.
+        edits: tensors replaced in its arguments until it ends.
     """
 
     visit: Visit | None
     recomputes: bool
     autocast_cache: bool
+    caller: FrameType | None
+    handled: BaseException | None
+    edits: Edits = field(default_factory=Edits)
 
 
 class Unit:

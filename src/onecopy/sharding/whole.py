@@ -13,7 +13,7 @@ from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers
-from onecopy.sharding.engine import Engine
+from onecopy.sharding.engine import Engine, find_engine
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.optimizers import mark_replaced, watch
 from onecopy.sharding.sliced import SlicedTensor
@@ -38,8 +38,11 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
     Raises:
         UsageError: if ``target`` is not sharded, if the model is computing, or if values changed without ``write``.
     """
+    if isinstance(target, nn.Module) and (engine := find_engine(target)) is not None:
+        engine.come_to_rest()
     wanted = _parameters_of(target)
-    engines = {_engine_of(parameter) for parameter in wanted}
+    # In the order of the parameters, which is that of all ranks.
+    engines = dict.fromkeys(_engine_of(parameter) for parameter in wanted)
     for engine in engines:
         engine.enter_gathered()
     opened = [_Opened(bucket, wanted) for engine in engines for bucket in _buckets_with(engine, wanted)]
