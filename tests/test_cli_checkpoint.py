@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -16,7 +17,9 @@ import torch
 
 import onecopy as package
 from models import TinyGPT, seeded
+from onecopy.checkpoint.export import export
 from onecopy.cli.main import main
+from onecopy.errors import SettingsError
 from ranks import run_ranks
 from test_cli_train import TINY, long_run, read_run, wait_until
 
@@ -95,6 +98,21 @@ def test_errors_of_export_and_import(saved: Path, tmp_path: Path) -> None:
         assert errors.startswith("error: ")
         assert words in errors
     assert not (tmp_path / "new").exists()
+
+
+def test_an_export_onto_a_full_disk_is_one_message_and_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    """Oracle: the kernel, which lets no file of this process grow beyond 2 KiB."""
+
+    def run(rank: int) -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
+        with pytest.raises(SettingsError) as caught:
+            export(saved, tmp_path / "new")
+        return str(caught.value)
+
+    (message,) = run_ranks(1, run, group=False)
+    assert "cannot write" in message
+    assert "File too large" in message
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find the ranks")

@@ -262,3 +262,33 @@ def test_a_failing_rank_shows_its_own_error(tmp_path: Path) -> None:
     # Rank 0's loss of its peer is a line, not a second traceback.
     assert ended.stderr.count("Traceback") == 1
     assert ended.stderr.count("rank 0 stopped:") <= 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_is_one_message(ranks: int, tmp_path: Path) -> None:
+    """Oracle: the kernel, which lets no file of these processes grow beyond 2 KiB, so that config.toml cannot be."""
+    (tmp_path / "text.txt").write_text("Some words to learn. " * 60)
+    arguments = ["train", *TINY, "--steps=2", "--batch=2", "--train=text.txt", "--tokenizer=bytes", f"--ranks={ranks}"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -f 2; exec "$@"', "-", *COMMAND, *arguments, "--directory=run"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "error: cannot write 'run': File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_a_log_that_cannot_be_written_names_it() -> None:
+    from onecopy.errors import WriteError
+    from onecopy.recipes.metrics import JsonLines, Record, writing
+
+    log = JsonLines(Path("/dev/full"))
+    with pytest.raises(WriteError, match="cannot write 'run': No space left on device"), writing(Path("run")):
+        log.write(Record("train", 1, {"loss": 1.0}))

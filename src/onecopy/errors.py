@@ -42,3 +42,7 @@ class CheckpointError(OnecopyError, RuntimeError):
 
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is incomplete or its bytes changed. The message names it and what is wrong with it."""
+
+
+class WriteError(OnecopyError, OSError):
+    """A file that a run leaves behind could not be written: a disk is full, for instance. Names the file."""

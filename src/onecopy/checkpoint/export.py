@@ -133,11 +133,15 @@ def _file_names(count: int) -> list[str]:
 
 
 def _write_file(reader: Reader, file: Path, like: Mapping[str, torch.Tensor]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
     read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()})
-    save_file(tensors, file, metadata={"format": "pt"})
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:

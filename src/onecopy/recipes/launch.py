@@ -26,7 +26,7 @@ from typing import Final, NoReturn
 
 import torch
 
-from onecopy.errors import CheckpointError, CollectiveError, CollectiveTimeout, MismatchError, SettingsError
+from onecopy.errors import CheckpointError, CollectiveError, CollectiveTimeout, MismatchError, SettingsError, WriteError
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
 from onecopy.recipes.world import join
@@ -97,6 +97,8 @@ def _be_a_rank(config: Config) -> NoReturn:
         # The same on every rank of a host, or known to the first one alone.
         message, known_to_all = f"error: {error}\n" if is_first else "", True
         code = Exit.FAILED if isinstance(error, CheckpointError) else Exit.SETTINGS
+    except WriteError as error:
+        message, code = f"error: {error}\n", Exit.FAILED
     except CollectiveTimeout as error:
         message, code = f"rank {rank} gave up: {error}\n", Exit.FAILED
     except Exception as error:

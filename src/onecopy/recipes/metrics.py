@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from onecopy.errors import SettingsError
+from onecopy.errors import SettingsError, WriteError
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,19 @@ class Record:
     kind: Literal["train", "evaluation"]
     step: int
     values: Mapping[str, float]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name ``path`` in what goes wrong inside the block.
+
+    Raises:
+        WriteError: in place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
 
 
 class Sink(Protocol):
@@ -112,4 +126,6 @@ def make_run_directory(wanted: str) -> Path:
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json."""
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    file = directory / "summary.json"
+    with writing(file):
+        file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

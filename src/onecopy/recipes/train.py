@@ -17,7 +17,7 @@ from onecopy.recipes.account import Account
 from onecopy.recipes.config import Config
 from onecopy.recipes.data import Batch, prepare
 from onecopy.recipes.keeper import Keeper
-from onecopy.recipes.metrics import JsonLines, Record, Sink, TensorBoard, make_run_directory, write_summary
+from onecopy.recipes.metrics import JsonLines, Record, Sink, TensorBoard, make_run_directory, write_summary, writing
 from onecopy.recipes.model import build_model
 from onecopy.recipes.plan import plan_run
 from onecopy.recipes.report import Report, print_start, print_summary
@@ -123,8 +123,9 @@ def _enter_run_directory(config: Config, world: World) -> tuple[Config, Path]:
     directory.mkdir(parents=True, exist_ok=True)  # on other hosts
     config = config.model_copy(update={"run": config.run.model_copy(update={"directory": str(directory)})})
     if world.rank == 0:
-        (directory / "config.toml").write_text(dump(config), encoding="utf-8")
-        write_machine(directory, world.device)
+        with writing(directory):
+            (directory / "config.toml").write_text(dump(config), encoding="utf-8")
+            write_machine(directory, world.device)
     return config, directory
 
 
@@ -154,7 +155,8 @@ def _profiled(step: int, config: Config, world: World, directory: Path, model: n
         return
     with onecopy.profile(model) as seen:
         yield
-    seen.save(directory / "trace" / f"rank-{world.rank}.json", step=step)
+    with writing(directory / "trace"):
+        seen.save(directory / "trace" / f"rank-{world.rank}.json", step=step)
 
 
 @contextmanager
@@ -175,7 +177,8 @@ def _open_sinks(
             open_sinks.callback(sink.close)
 
         def write(record: Record) -> None:
-            for sink in sinks:
-                sink.write(record)
+            with writing(directory):
+                for sink in sinks:
+                    sink.write(record)
 
         yield write
