@@ -265,13 +265,13 @@ def test_a_failing_rank_shows_its_own_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_full_disk_is_one_message(ranks: int, tmp_path: Path) -> None:
-    """Oracle: the kernel, which lets no file of these processes grow beyond 2 KiB, so that config.toml cannot be."""
-    (tmp_path / "text.txt").write_text("Some words to learn. " * 60)
+@pytest.mark.parametrize("ranks, room, file", [(1, 2, "run"), (2, 2, "run"), (2, 16, "run/tokens-0.bin")])
+def test_a_full_disk_is_one_message(ranks: int, room: int, file: str, tmp_path: Path) -> None:
+    """Oracle: the kernel, which lets no file of these processes grow beyond ``room`` KiB; config.toml takes 5."""
+    (tmp_path / "text.txt").write_text("Some words to learn. " * 600)
     arguments = ["train", *TINY, "--steps=2", "--batch=2", "--train=text.txt", "--tokenizer=bytes", f"--ranks={ranks}"]
     done = subprocess.run(
-        ["bash", "-c", 'ulimit -f 2; exec "$@"', "-", *COMMAND, *arguments, "--directory=run"],
+        ["bash", "-c", f'ulimit -f {room}; exec "$@"', "-", *COMMAND, *arguments, "--directory=run"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -280,7 +280,7 @@ def test_a_full_disk_is_one_message(ranks: int, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    assert "error: cannot write 'run': File too large" in done.stderr
+    assert f"error: cannot write {file!r}: File too large" in done.stderr
     assert "Traceback" not in done.stderr
 
 

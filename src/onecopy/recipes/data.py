@@ -22,6 +22,7 @@ from torch import Tensor
 
 from onecopy.errors import MismatchError, SettingsError
 from onecopy.recipes.config import Config
+from onecopy.recipes.metrics import writing
 from onecopy.recipes.texts import read_documents
 from onecopy.recipes.tokenizer import ByteTokenizer, Tokenizer, Tokens, load_tokenizer, train_tokenizer
 from onecopy.recipes.world import World
@@ -100,6 +101,7 @@ def prepare(config: Config, world: World, directory: Path) -> tuple[Batches, lis
 
     Raises:
         SettingsError: if the text cannot be read, or is too short for the settings.
+        WriteError: if the tokens cannot be written.
         MismatchError: if two hosts have different texts.
     """
     own = _write_tokens(config, directory, f"tokens-{world.rank}.bin") if world.local_rank == 0 else None
@@ -159,7 +161,7 @@ def _write_tokens(config: Config, directory: Path, name: str) -> Prepared:
     dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
     path = directory / name
     checksum = 0
-    with path.open("wb") as file:
+    with writing(path), path.open("wb") as file:
 
         def write(paths: list[str]) -> int:
             nonlocal checksum
