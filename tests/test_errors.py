@@ -24,7 +24,7 @@ from onecopy.errors import (
     SettingsError,
     UsageError,
 )
-from oracle import gathered_weights, part, train
+from oracle import assert_same_weights, gathered_weights, part, train, whole_weights
 from ranks import run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -142,6 +142,21 @@ def test_deep_copying_a_sharded_model_is_refused(which: str, stage: int) -> None
         model = onecopy.shard(_stack(), stage)
         with pytest.raises(UsageError, match=r"deep-copied.*before onecopy\.shard"):
             copy.deepcopy(model if which == "the model" else model.blocks[0])
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+def test_deep_copying_a_gathered_model_is_refused_and_its_state_dict_is_not() -> None:
+    """torch's AveragedModel copies; what it would copy here are the engine and its process groups."""
+
+    def run(rank: int) -> None:
+        model, other = onecopy.shard(_stack(), 3), Stack()
+        with onecopy.gathered(model):
+            with pytest.raises(UsageError, match=r"neither copied nor pickled.*state_dict"):
+                copy.deepcopy(model)
+            other.load_state_dict(copy.deepcopy(model.state_dict()))
+        assert_same_weights(whole_weights(other), whole_weights(_stack()))
         _step(model, rank, 2)
 
     run_ranks(2, run)

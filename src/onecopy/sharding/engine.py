@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +105,12 @@ class Engine:
         self._root = root[0] if root else Unit("", model, ())
         if not root:
             self._attach(self._root)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"a sharded {type(self.model).__name__} can be neither copied nor pickled, inside onecopy.gathered either: "
+            f"build another model, and give it a copy of model.state_dict() from there."
+        )
 
     def rebuild_gradients(self) -> None:
         """Start from no gradients; to be called when units have new parameters."""
