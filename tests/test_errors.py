@@ -328,10 +328,12 @@ def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_first_step
     run_ranks(2, run)
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
+def test_an_optimizer_of_another_model_is_refused_before_the_model_is_changed() -> None:
     def run(rank: int) -> None:
+        model = _stack()
         with pytest.raises(UsageError, match="none of the model's parameters"):
-            onecopy.shard(_stack(), 2, optimizer=SGD(_stack().parameters(), lr=0.1))
+            onecopy.shard(model, 2, optimizer=SGD(_stack().parameters(), lr=0.1))
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "the model was changed"
 
     run_ranks(2, run)
 

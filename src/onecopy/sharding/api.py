@@ -28,7 +28,7 @@ from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
 from onecopy.sharding.discover import Units, find_parameters, find_scopes
 from onecopy.sharding.engine import ENGINE, Engine, find_engine
-from onecopy.sharding.optimizers import mark_replaced, remap, watch
+from onecopy.sharding.optimizers import check_holds, mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.tensor_parallel import describe, tensor_mesh
@@ -114,6 +114,8 @@ def shard(
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
     device = next(model.parameters()).device
     _check_not_hooked(scopes)
+    if optimizer is not None:
+        check_holds(optimizer, model.parameters())
     ledger = Ledger()
     meter = Meter(ledger)
     ranks = make_mesh(
@@ -165,7 +167,7 @@ def shard(
     for name, value in {
         ENGINE: engine,
         _ARENA: regions,
-        "no_sync": engine.no_sync,
+        "no_sync": engine.micro_batches.no_sync,
         "reduce_gradients": engine.reduce_gradients,
     }.items():
         setattr(model, name, value)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn
@@ -29,6 +28,7 @@ from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
 from onecopy.sharding.buffers import broadcast_buffers
 from onecopy.sharding.frames import caller_of_hook, is_running
+from onecopy.sharding.micro_batches import MicroBatches
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
 from onecopy.sharding.sliced import SlicedTensor
@@ -57,6 +57,7 @@ class Engine:
 
     Attributes:
         gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
+        micro_batches: where in a step training is.
     """
 
     def __init__(
@@ -80,13 +81,9 @@ class Engine:
         self.ledger = ledger
         self.meter = meter
         self.gathered = 0
+        self.micro_batches = MicroBatches(accumulate)
         self._inputs = inputs
-        self._accumulate = accumulate
         self._syncs_buffers = syncs_buffers
-        self._no_sync = 0
-        self._micro_batches = 0
-        self._last_ones = 0
-        self._expects_step = True
         self._step_began = 0.0
         self._state_bytes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._in_model_forward = False
@@ -207,9 +204,8 @@ class Engine:
                 bucket.check()
         self._in_model_forward = True
         self._records = recorded
-        if recorded and self._last_ones:
-            # Micro-batches that nobody told of: whole parameters that were let go were still of use.
-            self._expects_step = False
+        if recorded:
+            self.micro_batches.forward_begins()
         self._count_gradients()
         self._forward.begin()
         if self._syncs_buffers and self.model.training:
@@ -275,18 +271,14 @@ class Engine:
         self._in_backward = True
         self.ledger.phase = "backward"
         self._backward.begin()
-        self._reducer.begin(sends=self.stage.shards_gradients or self._is_last, last=self._is_last)
+        last = self.micro_batches.is_last
+        self._reducer.begin(sends=self.stage.shards_gradients or last, last=last)
         at_end_of_backward(self._end_of_backward)
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether the micro-batch is the last one of a step."""
-        return self._no_sync == 0 and (self._micro_batches + 1) % self._accumulate == 0
 
     @property
     def _releases_after_backward(self) -> bool:
         """Whether whole parameters have no further use once this backward is through with them."""
-        return self.stage.shards_parameters or (self.stage.shards_optimizer and self._is_last and self._expects_step)
+        return self.stage.shards_parameters or (self.stage.shards_optimizer and self.micro_batches.step_follows)
 
     def _before_backward(self, unit: Unit, visit: Visit, _: object) -> None:
         if visit.began:
@@ -342,8 +334,7 @@ class Engine:
         self._backward.end()
         self.mesh.shard.settle()
         self._leave_backward()
-        self._last_ones += self._is_last
-        self._micro_batches += 1
+        self.micro_batches.backward_ended()
 
     def _leave_backward(self) -> None:
         for unit in self.units:
@@ -358,18 +349,6 @@ class Engine:
 
     # --- what the user calls
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Micro-batches inside are not the last one of a step: stages 0 and 1 send no gradients.
-
-        Stages 2 and 3 still do, for they keep no whole gradients; the result is the same.
-        """
-        self._no_sync += 1
-        try:
-            yield
-        finally:
-            self._no_sync -= 1
-
     def reduce_gradients(self) -> None:
         """Send what micro-batches have kept, as if the last of them had been the last one of the step."""
         if self._in_backward:
@@ -379,7 +358,7 @@ class Engine:
             self._reducer.end(deviated=False)
             for unit in self.units:
                 unit.finished = False
-        self._micro_batches = 0
+        self.micro_batches.begin_anew()
 
     def enter_gathered(self) -> None:
         """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
@@ -398,11 +377,7 @@ class Engine:
 
     def step_done(self, optimizer: object, state_bytes: int) -> None:
         """``optimizer``, which holds ``state_bytes`` of states, has stepped: a micro-batch is a step's first again."""
-        self._micro_batches = 0
-        if self._last_ones:
-            # Not of an optimizer that steps right after another one.
-            self._expects_step = self._last_ones == 1
-        self._last_ones = 0
+        self.micro_batches.stepped()
         self._state_bytes[optimizer] = state_bytes
         self.meter.set("optimizer", sum(self._state_bytes.values()))
         if (timeline := self.ledger.timeline) is not None:
@@ -431,7 +406,7 @@ class Engine:
     def recover(self) -> None:
         """Go on after a backward that raised an error, on every rank alike: with the first micro-batch of a step."""
         self._reducer.drop()
-        self._micro_batches = 0
+        self.micro_batches.begin_anew()
         self._leave_backward()
 
 

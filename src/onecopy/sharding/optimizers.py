@@ -6,7 +6,7 @@ torch offers global hooks around every optimizer's step. Ours leave optimizers a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,21 +45,21 @@ def mark_replaced(parameter: Tensor, name: str) -> None:
     setattr(parameter, _REPLACED, name)
 
 
+def check_holds(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise `UsageError` if the optimizer holds none of ``parameters``."""
+    known = {id(parameter) for parameter in parameters}
+    if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError("optimizer= holds none of the model's parameters; pass the one made from model.parameters().")
+
+
 def remap(optimizer: Optimizer, replacements: Mapping[nn.Parameter, SlicedTensor]) -> None:
     """Let an optimizer that was made before sharding hold the sliced parameters, and slices of its states.
 
     Args:
         replacements: from each original parameter to its slice. States of a parameter's shape are sliced, others kept.
-
-    Raises:
-        UsageError: if the optimizer holds none of the parameters.
     """
-    held = 0
     for group in optimizer.param_groups:
-        held += sum(parameter in replacements for parameter in group["params"])
         group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
-    if not held:
-        raise UsageError("optimizer= holds none of the model's parameters; pass the one made from model.parameters().")
     for parameter, sliced in replacements.items():
         if parameter not in optimizer.state:
             continue
