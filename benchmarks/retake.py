@@ -69,10 +69,18 @@ STEPS: Final = (
         *(*_TORCHS, *_OURS, "DeepSpeed stage 2", "DeepSpeed stage 3"),
     ),
     _compare("compare_gpt30m_2_g4", "--case gpt-30m --micro-batches 4 --size 32 --samples 1 --steps 5"),
+    _compare(
+        "compare_gpt30m_4_g4",
+        "--case gpt-30m --ranks 4 --micro-batches 4 --size 32 --samples 1 --steps 4",
+        *(*_TORCHS, *_OURS),
+    ),
     # All systems live in the same processes: of this model no more fit into 24 GB.
     _compare("compare_gpt120m_2", "--case gpt-120m --size 32 --samples 1 --steps 6", *_TORCHS, *_OURS[1:]),
     _compare("compare_llama_2", "--case llama --steps 8"),
+    _compare("compare_llama_2_bf16", "--case llama --precision bf16 --steps 6", *_TORCHS, *_OURS),
+    _compare("compare_llama_4", "--case llama --ranks 4 --steps 6", *_TORCHS, *_OURS),
     _compare("compare_resnet50_2", "--case resnet50 --steps 8"),
+    _compare("compare_resnet50_4", "--case resnet50 --ranks 4 --steps 6", *_TORCHS, *_OURS),
     _compare("compare_lora_2", "--case lora --size 64 --steps 8"),
     _compare("compare_gpt3m_2_bf16", "--case gpt-3m --precision bf16 --size 8 --samples 1 --steps 8"),
     # DeepSpeed's stage 3 takes a quarter of a minute for a step of this one.

@@ -106,20 +106,25 @@ def _command(name: str) -> str:
 
 
 def times() -> str:
-    """All targets of step time over all comparisons: median ratios, bold where missed; a floor above it."""
-    found = {name: one for name, one in contests().items() if one.timed}
-    rows = []
-    for target in compare.TARGETS:
-        cells = []
-        for one in found.values():
-            both = {target.system, target.peer} <= set(one.agreeing)
-            ratio = one.ratio(target.system, target.peer)[0] if both else None
-            missed = ratio is not None and round(ratio, 2) > target.ratio
-            out = compare.unreachable(one, target) if missed else None
-            cell = "" if ratio is None else f"**{ratio:.2f}**" if missed else f"{ratio:.2f}"
-            cells.append(cell if out is None else f"{cell} (floor {out:.2f})")
-        rows.append([target.system, target.peer, f"{target.ratio:.2f}", *cells])
-    return table(["onecopy", "peer", "at most", *(_short(one.work) for one in found.values())], rows)
+    """All comparisons beside all targets of step time: median ratios, bold where missed; a floor above the target."""
+    head = ["case", *(f"{_plain(t.system)} / {_plain(t.peer)} ≤ {t.ratio:.2f}" for t in compare.TARGETS)]
+    timed = [one for one in contests().values() if one.timed]
+    return table(head, ([_short(one.work), *(_cell(one, target) for target in compare.TARGETS)] for one in timed))
+
+
+def _plain(system: str) -> str:
+    """A system's name for the head of a narrow column."""
+    return system.removeprefix("onecopy ").removeprefix("DDP + ").removesuffix(", reshard_after_forward=True")
+
+
+def _cell(one: Contest, target: compare.Target) -> str:
+    if not {target.system, target.peer} <= set(one.agreeing):
+        return ""
+    ratio = one.ratio(target.system, target.peer)[0]
+    if round(ratio, 2) <= target.ratio:
+        return f"{ratio:.2f}"
+    floor = compare.unreachable(one, target)
+    return f"**{ratio:.2f}**" + ("" if floor is None else f" (floor {floor:.2f})")
 
 
 def _short(work: Work) -> str:
