@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--group", choices=("fake", "silent"), default="fake")
     parser.add_argument("--kind", nargs="+", choices=("linear", "block"), default=["linear", "block"])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--passes", type=int, default=1, help="how often all cases are taken; the least counts")
     parser.add_argument("--profile", action="store_true", help="print cProfile's top lines of each case")
     parser.add_argument("--json", type=Path, help="file for everything measured")
     options = parser.parse_args()
@@ -195,7 +196,12 @@ def main() -> None:
         for stage in (options.stages if system == "onecopy" else [3])
         for layers, ranks in dict.fromkeys(by_ranks + by_layers)
     ]
-    found = {case: measure(case, options.rounds, profile=options.profile, group=options.group) for case in cases}
+    # What else the machine does only adds, and for a minute at a time: cases would seem to differ.
+    taken = [
+        {case: measure(case, options.rounds, profile=options.profile, group=options.group) for case in cases}
+        for _ in range(options.passes)
+    ]
+    found = {case: min((one[case] for one in taken), key=Measured.engine) for case in cases}
     print(f"Microseconds of the engine per unit and step = forward + backward + optimizer step; target {TARGET:.0f}.")
     print("In brackets, and not in the sum: the group's own collectives.\n")
     for columns, wanted in (("ranks", by_ranks), ("layers", by_layers)):

@@ -94,7 +94,7 @@ STEPS: Final = (
     Step(
         "overhead",
         "engine",
-        "overhead.py --kind linear --ranks 8 64 1024 --layers 25 50 100 --rounds 15 --group silent",
+        "overhead.py --kind linear --ranks 8 64 1024 --layers 25 50 100 --passes 5 --group silent",
     ),
     Step("ledger_cost", "engine", "ledger_cost.py"),
     Step(
