@@ -63,7 +63,7 @@ _MIB: Final = 2**20
 def unreachable(contest: Contest, target: Target) -> float | None:
     """The floor over the target's peer if, as it is shown, it lies above the target; else None."""
     floor = contest.floor_ratio(target.peer)
-    return floor[0] if floor is not None and round(floor[0], 2) > target.ratio else None
+    return None if floor is None or met(floor[0], target.ratio) else floor[0]
 
 
 def systems_table(contest: Contest) -> str:
@@ -113,7 +113,7 @@ def targets_table(contest: Contest) -> str:
         if target.system in counted and target.peer in counted:
             found, floor = contest.ratio(target.system, target.peer), contest.floor_ratio(target.peer)
             verdict, out = _verdict(found[0], target.ratio), unreachable(contest, target)
-            if verdict != "met" and out is not None:
+            if not met(found[0], target.ratio) and out is not None:
                 verdict += f", out of reach here: the floor is {out:.2f}"
             lines.append(
                 f"| {target.system} | {target.peer} | time ≤ {target.ratio:.2f} | {_spread(found)} | "
@@ -155,8 +155,13 @@ def _spread(ratio: tuple[float, float, float]) -> str:
     return f"{middle:.2f} ({low:.2f} – {high:.2f})"
 
 
+def met(found: float, target: float, digits: int = 2) -> bool:
+    """Whether a figure, as it is shown, is at most its target."""
+    return round(found, digits) <= target
+
+
 def _verdict(found: float, target: float, digits: int = 2) -> str:
-    return "met" if round(found, digits) <= target else f"missed by {found - target:.{digits}f}"
+    return "met" if met(found, target, digits) else f"missed by {found - target:.{digits}f}"
 
 
 def report(contest: Contest) -> str:

@@ -121,7 +121,7 @@ def _cell(one: Contest, target: compare.Target) -> str:
     if not {target.system, target.peer} <= set(one.agreeing):
         return ""
     ratio = one.ratio(target.system, target.peer)[0]
-    if round(ratio, 2) <= target.ratio:
+    if compare.met(ratio, target.ratio):
         return f"{ratio:.2f}"
     floor = compare.unreachable(one, target)
     return f"**{ratio:.2f}**" + ("" if floor is None else f" (floor {floor:.2f})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,6 +82,22 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
+        return F.mse_loss(self.head(x), y)
+
+
+class Chain(nn.Module):
+    """Three blocks, one after the other, between an entry and a head."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.entry = nn.Linear(10, 10)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = block(x)
         return F.mse_loss(self.head(x), y)
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from markupsafe import escape
 
-from onecopy.memory.meter import CATEGORIES
+from onecopy.memory.categories import CATEGORIES
 from onecopy.planner.calibrated import CROWDING, GROWTH, HIDDEN_SHARE, LATENCY, LINK_EFFICIENCY, UTILISATION
 
 # Benchmarks are what is tested here; they are no part of the package.

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import onecopy
-from models import seeded, vector_batches
+from models import Chain, seeded, vector_batches
 from onecopy.sharding.sliced import SlicedTensor
 from oracle import Mine, assert_loop_like_twin, assert_same_weights, gathered_weights, whole_weights
 from ranks import every_stage, run_ranks
@@ -35,20 +34,11 @@ class _Raise(torch.autograd.Function):
         raise ctx.kind("on purpose")
 
 
-class Fragile(nn.Module):
+class Fragile(Chain):
     """Raises ``kind`` in block ``at``, in its forward or in its backward."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(10, 10)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh(), _Trap()) for _ in range(3))
-        self.head = nn.Linear(10, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return F.mse_loss(self.head(x), y)
+        super().__init__(lambda: nn.Sequential(nn.Linear(10, 10), nn.Tanh(), _Trap()))
 
     def arm(self, at: int, where: str, kind: type[BaseException]) -> None:
         self.blocks[at][2].armed = (where, kind)  # type: ignore[index]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import onecopy
-from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from models import Chain, Stack, TinyGPT, seeded, token_batches, vector_batches
 from oracle import (
     assert_same_weights,
     assert_trains_like_twin,
@@ -181,20 +181,11 @@ class OnlyDeepOutput(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
-class InPlaceFirst(nn.Module):
+class InPlaceFirst(Chain):
     """Blocks whose first operation writes to their input."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.entry = nn.Linear(10, 10)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(10, 10)) for _ in range(3))
-        self.head = nn.Linear(10, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.entry(x)
-        for block in self.blocks:
-            x = block(x)
-        return F.mse_loss(self.head(x), y)
+        super().__init__(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(10, 10)))
 
 
 class InPlaceAfter(nn.Module):

@@ -11,22 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from onecopy.comm.ledger import Ledger, Phase
-
-CATEGORIES: Final = (
-    "parameters_sliced",
-    "parameters_gathered",
-    "gradients_whole",
-    "gradients_sliced",
-    "optimizer",
-    "activations",
-    "checkpoints",
-    "communication",
-)
+from onecopy.memory.categories import CATEGORIES
 
 
 class Meter:

@@ -45,7 +45,6 @@ class _Plan:
 
     def __init__(self, rows: int, numel: int, dtype: torch.dtype, limit: int) -> None:
         self.rows = rows
-        self.numel = numel
         self.dtype = dtype
         self.banks, self.columns = 1, numel
         if rows * numel * dtype.itemsize > limit:
@@ -63,13 +62,12 @@ class Loan:
         pieces: where the pieces of a slice begin and end, in elements.
     """
 
-    def __init__(self, plan: _Plan, buffer: Tensor, shelf: _Shelf, on_drop: Callable[[int], None]) -> None:
+    def __init__(self, plan: _Plan, buffer: Tensor, give_back: Callable[[Tensor], None]) -> None:
         self.columns = plan.columns
         self.pieces = plan.pieces
         self._rows = plan.rows
         self._buffer = buffer
-        self._shelf = shelf
-        self._on_drop = on_drop
+        self._give_back = give_back
         flat = buffer[: plan.nbytes].view(plan.dtype)
         self.banks = (flat,) if plan.banks == 1 else flat.split(plan.rows * plan.columns)
 
@@ -85,10 +83,7 @@ class Loan:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._buffer.nbytes == self._shelf.nbytes:
-            self._shelf.idle.append(self._buffer)
-        else:
-            self._on_drop(self._buffer.nbytes)
+        self._give_back(self._buffer)
 
 
 class Staging:
@@ -121,7 +116,14 @@ class Staging:
             shelf.nbytes = plan.nbytes
             shelf.idle = [self._make(plan.nbytes, device) for _ in range(_LOANS)]
         buffer = shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
-        return Loan(plan, buffer, shelf, lambda nbytes: self._count(-nbytes))
+        return Loan(plan, buffer, self._give_back)
+
+    def _give_back(self, buffer: Tensor) -> None:
+        shelf = self._shelves[buffer.device]
+        if buffer.nbytes == shelf.nbytes:
+            shelf.idle.append(buffer)
+        else:
+            self._count(-buffer.nbytes)
 
     def _make(self, nbytes: int, device: torch.device) -> Tensor:
         self._count(nbytes)

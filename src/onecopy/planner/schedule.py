@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal
 
+from onecopy.memory.categories import CATEGORIES as MEASURED
 from onecopy.sharding.layout import ALIGNMENT, Layout
 from onecopy.stage import Stage
 
@@ -16,14 +17,7 @@ Phase = Literal["load", "forward", "backward", "step", "save"]
 Sizes = dict[str, float]
 
 CATEGORIES: Final = (
-    "parameters_sliced",
-    "parameters_gathered",
-    "gradients_whole",
-    "gradients_sliced",
-    "optimizer",
-    "activations",
-    "checkpoints",
-    "communication",
+    *MEASURED,
     "logits",
     "optimizer_temporaries",
     "other",

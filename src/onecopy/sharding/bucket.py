@@ -120,11 +120,14 @@ class Bucket:
         self._fresh = self._aliased
         self._gathering: Collective | None = None
         self._sent_from_whole: Collective | None = None
-        self.entries = [self._entry(position, item) for position, item in enumerate(found)]
+        self.entries = [
+            self._entry(position, item, local)
+            for position, (item, local) in enumerate(zip(found, self.split(self.master), strict=True))
+        ]
         self._dtensors = [entry.whole for entry in self.entries if is_dtensor(entry.whole)]
         self._version = self._whole_version
 
-    def _entry(self, position: int, found: Found) -> Entry:
+    def _entry(self, position: int, found: Found, local: Tensor) -> Entry:
         segment = self._segments[position]
         spec = self.specs[position]
         slicing = Slicing(
@@ -137,7 +140,6 @@ class Bucket:
             spec,
             self.mesh.tensor.rank > 0 and not (spec is not None and spec.is_cut),
         )
-        local = self.local(self.master, position)
         shown = nn.Parameter(SlicedTensor(local, slicing, on_write=self._written), self.trainable)
         sliced: Tensor = shown
         assert isinstance(sliced, SlicedTensor)
@@ -166,11 +168,6 @@ class Bucket:
         if self._arena is not None:
             return self._arena.empty("gradients", numel, dtype, self.device)
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def local(self, flat_slice: Tensor, position: int) -> Tensor:
-        """The part of parameter ``position`` in this rank's slice, 1-D."""
-        segment = self._segments[position]
-        return flat_slice[segment.slice_start : segment.slice_start + segment.numel]
 
     def split(self, flat_slice: Tensor) -> list[Tensor]:
         """The part of every parameter in this rank's slice, 1-D."""

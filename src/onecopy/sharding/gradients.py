@@ -127,7 +127,7 @@ class Gradients:
         arrived = gradient.whole.grad
         assert arrived is not None
         if arrived.is_sparse:
-            gradient.whole.grad = arrived = arrived.to_dense()
+            gradient.whole.grad = arrived.to_dense()
         if not gradient.arrived:
             gradient.arrived = True
             self._missing -= 1
