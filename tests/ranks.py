@@ -72,6 +72,7 @@ def run_ranks(
     timeout: float = 60.0,
     group: bool = True,
     group_timeout: float = GROUP_TIMEOUT,
+    transport: str | None = None,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``num_ranks`` forked ranks.
 
@@ -80,6 +81,8 @@ def run_ranks(
         timeout: seconds after which every child is killed.
         group: False starts no process group, as in a plain ``python`` run (one rank only).
         group_timeout: seconds until a message that nobody answers fails.
+        transport: "memory", as between ranks on one machine, or "sockets", as between machines. None takes sockets
+            for three ranks and memory for other numbers, so that the suite has both.
 
     Returns:
         What each rank returned, in rank order.
@@ -89,6 +92,7 @@ def run_ranks(
     """
     __tracebackhide__ = True
     assert group or num_ranks == 1, "without a process group there is one rank"
+    memory = transport == "memory" if transport else num_ranks != 3
     threads = _count_threads(patience=5.0)
     assert threads == 1, f"the parent of forked ranks runs {threads} threads: compute in a rank instead"
     sys.stdout.flush()
@@ -100,7 +104,7 @@ def run_ranks(
             gc.freeze()
             for rank in range(num_ranks):
                 size = num_ranks if group else 0
-                children.append(_fork(rank, size, function, args, Path(folder), group_timeout, children))
+                children.append(_fork(rank, size, function, args, Path(folder), group_timeout, memory, children))
             gc.unfreeze()
             failure = _collect(children, time.monotonic() + timeout)
             if failure is not None:
@@ -194,6 +198,7 @@ def _fork(
     args: tuple[Any, ...],
     folder: Path,
     group_timeout: float,
+    memory: bool,
     earlier: list[_Child],
 ) -> _Child:
     results, write_results = os.pipe()
@@ -204,7 +209,7 @@ def _fork(
     if pid == 0:
         for end in (results, release, *(end for child in earlier for end in (child.results, child.release))):
             os.close(end)
-        _child(rank, num_ranks, function, args, trace, parent, group_timeout, write_results, wait_release)
+        _child(rank, num_ranks, function, args, trace, parent, group_timeout, memory, write_results, wait_release)
     os.close(write_results)
     os.close(wait_release)
     return _Child(rank, pid, results, release, trace)
@@ -218,6 +223,7 @@ def _child(
     trace: Path,
     parent: int,
     group_timeout: float,
+    memory: bool,
     results: int,
     release: int,
 ) -> NoReturn:
@@ -233,7 +239,7 @@ def _child(
         answer: dict[str, Any]
         try:
             if num_ranks:
-                _join(rank, num_ranks, trace.parent / "store", group_timeout)
+                _join(rank, num_ranks, trace.parent / "store", group_timeout, memory)
             answer = {"result": function(rank, *args)}
             status = 0
         except BaseException:
@@ -248,11 +254,9 @@ def _child(
         os._exit(status)
 
 
-def _join(rank: int, num_ranks: int, path: Path, group_timeout: float) -> None:
+def _join(rank: int, num_ranks: int, path: Path, group_timeout: float, memory: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if num_ranks == 3:
-        # Other sizes exchange through memory, as ranks on one machine do; this one as if between machines.
-        os.environ["ONECOPY_CROSS_MEMORY"] = "0"
+    os.environ["ONECOPY_CROSS_MEMORY"] = "1" if memory else "0"
     # Public code reads these; torch itself needs only the store.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     store = dist.FileStore(str(path), num_ranks)

@@ -187,7 +187,7 @@ def test_evaluation_gathers_once_a_forward_or_not_at_all(stage: int, mode: str) 
 
 
 def test_control_messages_are_a_few_bytes() -> None:
-    """The norm is one number, an agreement one byte a parameter: never a hidden gradient."""
+    """The norm and a barrier are one number, an agreement one byte a parameter: never a hidden gradient."""
 
     def run(rank: int) -> dict[str, int]:
         (*_, traffic), _ = _steps(rank, 2, 3, 1, "fp32")
@@ -195,8 +195,9 @@ def test_control_messages_are_a_few_bytes() -> None:
 
     parameters = len(list(seeded(TinyGPT, layers=3).parameters()))
     for sent in run_ranks(2, run):
-        assert sent.keys() == {"all_gather", "reduce_scatter", "norm", "agree"}
+        assert sent.keys() == {"all_gather", "reduce_scatter", "norm", "agree", "barrier"}
         assert sent["norm"] == 8
+        assert sent["barrier"] == 4
         assert sent["agree"] <= 8 * parameters
 
 
@@ -247,7 +248,7 @@ def test_hybrid_mesh_sends_what_its_axes_say(stage: int, replicate: int, shard: 
 
     def run(rank: int) -> tuple[int, int, int, int]:
         (*_, traffic), psi = _steps(rank, num_ranks, stage, 1, "fp32", 2, mesh=_mesh(replicate, shard))
-        over_shard = sum(e.bytes_sent for e in traffic.entries if e.axis == "shard" and e.op != "norm")
+        over_shard = sum(e.bytes_sent for e in traffic.entries if e.axis == "shard" and e.op not in ("norm", "barrier"))
         over_replicate = traffic.bytes_sent("all_reduce", axis="replicate")
         control = sum(e.bytes_sent for e in traffic.entries if e.op == "agree" and e.axis == "shard")
         return over_shard - control, over_replicate, traffic.state_bytes, psi

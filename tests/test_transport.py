@@ -45,7 +45,7 @@ def _peers(near: bool = False, limit: float = 20.0) -> Peers:
 
 
 def _run(program: Program) -> None:
-    Collective(program, Label("test", "", "shard"), 0, Ledger()).settle()
+    Collective(program, Label("test", "", "shard"), 0, Ledger()).finish()
 
 
 def _data(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -230,7 +230,7 @@ def _offer_other_sizes(rank: int) -> str:
     mine = torch.zeros(4 + 4 * rank)
     program = transport.all_gather(peers, mine, torch.zeros(2 * len(mine)), 1)
     with pytest.raises(CollectiveError) as caught:
-        Collective(program, Label("all_gather", "block", "shard"), 0, Ledger()).settle()
+        Collective(program, Label("all_gather", "block", "shard"), 0, Ledger()).finish()
     return str(caught.value.__cause__)
 
 
@@ -247,7 +247,7 @@ def _leave_before_reading(rank: int) -> str:
         return ""
     program = transport.all_gather(peers, torch.zeros(4), torch.zeros(8), 1)
     with pytest.raises(CollectiveTimeout) as caught:
-        Collective(program, Label("all_gather", "block", "shard"), 0, Ledger()).settle()
+        Collective(program, Label("all_gather", "block", "shard"), 0, Ledger()).finish()
     return str(caught.value)
 
 

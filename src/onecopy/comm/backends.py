@@ -30,13 +30,18 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Stagi
 _neighbours: Final[WeakKeyDictionary[dist.ProcessGroup, Neighbours]] = WeakKeyDictionary()
 
 
+def exchanges_directly(group: dist.ProcessGroup) -> bool:
+    """Whether CPU tensors go from rank to rank on ``group`` by messages of ours (`direct_exchange.py`)."""
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
 def meet(peers: Peers, exchange: Callable[[object], list[object]]) -> Peers:
     """``peers`` with those that CPU tensors reach through memory. A collective call.
 
     Args:
         exchange: every rank's object, in order of places.
     """
-    if "cpu:gloo" not in dist.get_backend_config(peers.group):
+    if not exchanges_directly(peers.group):
         return peers
     neighbours = _neighbours.get(peers.group)
     if neighbours is None:

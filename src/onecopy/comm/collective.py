@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, NoReturn, Protocol
 
 from onecopy.comm.cross_memory import Fetch, Offer
 from onecopy.comm.ledger import Ledger
+from onecopy.comm.patience import patience
 from onecopy.errors import CollectiveError, CollectiveTimeout
 
 _THROUGH_MEMORY: Final = (Offer, Fetch)
@@ -41,11 +42,8 @@ class Posted(NamedTuple):
     peer: int | None
 
 
-Program = Generator[Sequence[Posted], None, Sequence[Posted]]
-"""A collective's messages: each item is what must arrive before the program may go on.
-
-It returns what its own result does not depend on: messages that peers may still read out of this rank's buffers.
-"""
+Program = Generator[Sequence[Posted]]
+"""A collective's messages: each item is what must arrive, or be gone, before the program may go on."""
 
 
 class Label(NamedTuple):
@@ -79,7 +77,6 @@ class Collective:
         self._issued = perf_counter()
         self._exposed = 0.0
         self._posted: Sequence[Posted] | None = None
-        self._left: Sequence[Posted] = ()
         self._step()
 
     @property
@@ -125,8 +122,8 @@ class Collective:
         start = perf_counter() if start is None else start
         try:
             self._posted = next(self._program)
-        except StopIteration as end:
-            self._posted, self._left = None, end.value
+        except StopIteration:
+            self._posted = None
         except RuntimeError as error:
             self._posted = None
             raise self._failure(error, {error.rank} if isinstance(error, PeerUnreachable) else set()) from error
@@ -145,31 +142,17 @@ class Collective:
             if (timeline := self._ledger.timeline) is not None:
                 timeline.add_collective(self._label.op, self._phase, self._label.unit, self._issued, now, self._sent)
 
-    def settle(self) -> None:
-        """Finish, and wait until no peer reads this rank's buffers for it any more."""
-        self.finish()
-        left, self._left = self._left, ()
-        self._wait(left)
-
-    def settle_if_taken(self) -> bool:
-        """Settle, unless a peer still has to come for this rank's buffers. Returns whether it is settled.
-
-        What goes through a socket is waited for, as it leaves without the peer's doing once that has begun to receive.
-        """
-        if not self.done:
-            return False
-        if any(isinstance(posted.work, Offer) and not posted.work.has_come() for posted in self._left):
-            return False
-        self.settle()
-        return True
-
     def _wait(self, messages: Sequence[Posted]) -> None:
         for position, posted in enumerate(messages):
             try:
-                posted.work.wait()
+                with patience(self._waits_for, posted.peer):
+                    posted.work.wait()
             except RuntimeError as error:
                 self._posted = None
                 self._fail(error, messages[position:])
+
+    def _waits_for(self, peer: object) -> str:
+        return f"{self._subject}: no answer from {'its peers' if peer is None else f'rank {peer}'}"
 
     def _fail(self, error: RuntimeError, unfinished: Sequence[Posted]) -> NoReturn:
         """Name the failure. Those after the first were never waited for: have a look whether they are missing too."""
@@ -182,10 +165,14 @@ class Collective:
                 missing.add(posted.peer)
         raise self._failure(error, {peer for peer in missing if peer is not None}) from error
 
+    @property
+    def _subject(self) -> str:
+        subject = f"{self._label.op} of unit {self._label.unit!r}" if self._label.unit else self._label.op
+        return f"{subject} in {self._phase} over the {self._label.axis} axis"
+
     def _failure(self, error: RuntimeError, ranks: set[int]) -> CollectiveError:
         who = f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, sorted(ranks)))}" if ranks else "its peers"
-        subject = f"{self._label.op} of unit {self._label.unit!r}" if self._label.unit else self._label.op
-        what = f"{subject} in {self._phase} over the {self._label.axis} axis"
+        what = self._subject
         waited = perf_counter() - self._issued
         if "imed out" in str(error) or "imeout" in str(error):
             return CollectiveTimeout(

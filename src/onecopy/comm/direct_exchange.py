@@ -39,8 +39,7 @@ class DirectExchange:
         own = slices[peers.rank]
         if own.data_ptr() != mine.data_ptr():
             own.copy_(mine)
-        yield received
-        return sent
+        yield [*received, *sent]
 
     def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         size, others = peers.size, list(peers.others())
@@ -59,15 +58,14 @@ class DirectExchange:
                 _mean_in_rank_order([terms[rank] for rank in range(size)], out[slice(*loan.pieces[number])])
 
             yield from through(loan, post, take, outgoing)
-        return []
 
     def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         slices = out.chunk(peers.size)
         mine = slices[peers.rank]
         yield from self.reduce_scatter(peers, outgoing, mine, tag)
         if out.dtype == outgoing.dtype:
-            yield (yield from self.all_gather(peers, mine, out, tag + 1))
-            return []
+            yield from self.all_gather(peers, mine, out, tag + 1)
+            return
         with self._staging.borrow(peers.size, mine.numel(), outgoing.dtype, out.device) as loan:
 
             def post(number: int) -> Exchanged:
@@ -82,7 +80,6 @@ class DirectExchange:
                     part[slice(*loan.pieces[number])].copy_(row)
 
             yield from through(loan, post, take)
-        return []
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         if peers.rank == 0:
@@ -92,7 +89,6 @@ class DirectExchange:
             yield posted
         else:
             yield [_receive(peers, out, 0, tag)]
-        return []
 
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         received = values.new_empty(peers.size, values.numel())
@@ -101,7 +97,6 @@ class DirectExchange:
         posted += [_send(peers, received[peers.rank], peer, tag) for peer in peers.others()]
         yield posted
         values.copy_(received.amax(0) if maximum else received.sum(0))
-        return []
 
 
 def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:

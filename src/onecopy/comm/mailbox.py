@@ -84,7 +84,7 @@ class Mailbox:
     def write(self, note: Note, limit: float) -> None:
         """Leave a note. Waits, ``limit`` seconds at most, while the peer has a whole ring of notes to read."""
         if self._written - self._known_mark >= _SLOTS:
-            for _ in _patiently(limit, "reads no notes"):
+            for _ in patiently(limit, "reads no notes"):
                 self._fetch()
                 if self._written - self._known_mark < _SLOTS:
                     break
@@ -112,7 +112,7 @@ class Mailbox:
             RuntimeError: if it does not come within ``limit`` seconds.
         """
         if ticket.note is None:
-            for _ in _patiently(limit, "left no note"):
+            for _ in patiently(limit, "left no note"):
                 if self._fetch() and ticket.note is not None:
                     break
         assert ticket.note is not None
@@ -150,7 +150,7 @@ class Mailbox:
         return True
 
 
-def _patiently(limit: float, complaint: str) -> Iterator[None]:
+def patiently(limit: float, complaint: str) -> Iterator[None]:
     """Give other processes the core between one look and the next, for longer the longer nothing comes."""
     deadline = time.monotonic() + limit
     looks = 0

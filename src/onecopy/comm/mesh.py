@@ -8,8 +8,7 @@ nothing is sent.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -18,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecopy.comm.backends import control_device, meet, transport_for
+from onecopy.comm.backends import control_device, exchanges_directly, meet, transport_for
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.outgoing import Outgoing
+from onecopy.comm.serving import server_of
+from onecopy.comm.shelf import Shelf
 from onecopy.comm.transport import Peers, Transport
 from onecopy.errors import CollectiveError, SettingsError
 from onecopy.memory.staging import Staging
@@ -30,11 +31,13 @@ T = TypeVar("T")
 
 # A gloo message finds its receiver by tag. Ours start far above the small numbers that a user's own messages carry.
 _TAG_BASE: Final = 1 << 24
-_CONTROL_TAGS: Final = {"agree": _TAG_BASE - 1, "norm": _TAG_BASE - 2, "overflow": _TAG_BASE - 3}
+_CONTROL_TAGS: Final = {
+    "agree": _TAG_BASE - 1,
+    "norm": _TAG_BASE - 2,
+    "overflow": _TAG_BASE - 3,
+    "barrier": _TAG_BASE - 5,
+}
 _ACTIVATIONS_TAG: Final = _TAG_BASE - 4
-
-_UNSETTLED: Final = 2
-"""Gathers that are left alone, for peers to come for them: the unit that computes and the next."""
 
 
 class Axis:
@@ -58,34 +61,46 @@ class Axis:
         self._staging = staging
         self._ledger = ledger
         self._transports: dict[torch.device, Transport] = {}
-        self._unsettled: deque[Collective] = deque()
 
     def alone(self) -> Axis:
         """An axis of this name with this rank alone on it."""
         return Axis(self.name, None, self._staging, self._ledger)
 
-    def all_gather(self, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
-        """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do.
+    def make_shelves(self, numbers: Sequence[int]) -> list[Shelf] | None:
+        """A shelf for the CPU slices of each numbered bucket; a collective call.
 
-        Peers may read ``mine`` until `settle`.
+        None where slices are gathered by collectives: on other backends than gloo, and on an axis of one rank.
         """
-        # Those that were taken are forgotten, so that few are left when the pass is over.
-        while len(self._unsettled) > _UNSETTLED and self._unsettled[0].settle_if_taken():
-            self._unsettled.popleft()
-        collective = self._gather("all_gather", mine, whole, unit, _TAG_BASE + tag)
-        if collective is not None:
-            self._unsettled.append(collective)
-        return collective
+        if self._peers is None or not exchanges_directly(self._peers.group):
+            return None
+        alone = len(self._peers.neighbours.mailboxes) == self.size - 1
+        server = None if alone else server_of(self._peers.group, self.rank, self.ranks)
+        shelves = [Shelf(self._peers, number, server) for number in numbers]
+        addresses = self.exchange_objects([shelf.address for shelf in shelves])
+        for shelf, found in zip(shelves, zip(*addresses, strict=True), strict=True):
+            shelf.connect(found)
+        return shelves
 
-    def settle(self) -> None:
-        """Wait until no peer reads the slices of earlier gathers any more, so that they may change."""
-        while self._unsettled:
-            self._unsettled.popleft().settle()
+    def gather(self, shelf: Shelf, whole: Tensor, version: int, unit: str) -> Collective:
+        """Fill the flat ``whole`` with every rank's slice of ``version``, without the other ranks' doing.
+
+        Booked like `all_gather`: what a rank fetches is what each rank sends where all ranks gather alike.
+        """
+        return self._issue(shelf.gather(whole, version), "all_gather", unit, self._fraction(whole))
+
+    def all_gather(self, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
+        """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do."""
+        return self._gather("all_gather", mine, whole, unit, _TAG_BASE + tag)
+
+    def barrier(self) -> None:
+        """Wait until every rank of the axis has come here; a control message."""
+        if message := self.combine(torch.zeros(1, device=self.control_device), "barrier"):
+            message.finish()
 
     def gather_activation(self, mine: Tensor, whole: Tensor, unit: str) -> None:
         """As `all_gather`, of an activation checkpoint of ``unit``; done, and ``mine`` free, when it returns."""
         if collective := self._gather("activations", mine, whole, unit, _ACTIVATIONS_TAG):
-            collective.settle()
+            collective.finish()
 
     def _gather(self, op: str, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
         if self._peers is None:

@@ -37,7 +37,6 @@ class NativeCalls:
 
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
         yield _native(peers.group.all_gather_single(whole, mine))
-        return []
 
     def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         # Sums are taken where they stay, or in a row of their own where they are of another dtype.
@@ -59,7 +58,6 @@ class NativeCalls:
             yield from through(loan, post, take, outgoing)
         if not self._averages:
             out.div_(peers.size)
-        return []
 
     def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         with self._staging.borrow(1, out.numel(), outgoing.dtype, out.device) as loan:
@@ -75,17 +73,14 @@ class NativeCalls:
             yield from through(loan, post, take, outgoing)
         if not self._averages:
             out.div_(peers.size)
-        return []
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         slices = list(whole.chunk(peers.size)) if peers.rank == 0 else None
         yield _native(dist.scatter(out, slices, src=peers.ranks[0], group=peers.group, async_op=True))
-        return []
 
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         yield _native(dist.all_reduce(values, op=operation, group=peers.group, async_op=True))
-        return []
 
 
 def _native(work: dist.Work | None) -> list[Posted]:

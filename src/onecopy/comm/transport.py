@@ -53,10 +53,7 @@ class Transport(Protocol):
     """The collectives the engine needs. ``whole`` is flat, of `size` equal slices; ``tag`` names the collective."""
 
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        """Fill ``whole`` with every rank's ``mine``, this rank's too. Sends (N-1)/N of ``whole``.
-
-        ``mine`` may be read by peers until the collective is settled.
-        """
+        """Fill ``whole`` with every rank's ``mine``, this rank's too. Sends (N-1)/N of ``whole``."""
 
     def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         """Set ``out`` to the mean over ranks of this rank's slice of ``outgoing``. Sends (N-1)/N of it."""
@@ -92,7 +89,7 @@ def through(
         take(0)
         if sent:
             yield sent
-        return []
+        return
     exchanged: list[Exchanged] = []
 
     def fill(number: int) -> None:
@@ -112,4 +109,3 @@ def through(
             fill(number + banks)
     if left := [message for _, sent in exchanged[-banks:] for message in sent]:
         yield left
-    return []

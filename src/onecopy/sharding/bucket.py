@@ -3,23 +3,35 @@
 A bucket knows how to make itself whole (gather) and how to give that memory back (release); its gradients are in
 `gradients.py`, and when to do what is the schedule's business. Its memory:
 
-==========  ============  =============================================================================
-``master``  one slice     the values that the optimizer updates; the sliced parameters are views of it
-``whole``   all elements  the gathered copy in the compute dtype; *is* ``master`` where nothing is cut or cast
-==========  ============  =============================================================================
+============  ============  =============================================================================
+``master``    one slice     the values that the optimizer updates; the sliced parameters are views of it
+``whole``     all elements  the gathered copy in the compute dtype; *is* ``master`` where nothing is cut or cast
+on a shelf    one slice     ``master`` for other ranks to fetch, or a cast copy of it (`versions.py`)
+============  ============  =============================================================================
+
+    SLICED ──start_gather──▶ GATHERING ──finish_gather──▶ WHOLE ──release, or a write──▶ SLICED
+
+Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: `Tensor._use_count` and
+`torch._C._storage_Use_Count`, by which a bucket knows that somebody still holds its whole parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum, IntEnum
+from sys import getrefcount
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, increment_version
 
 from onecopy.comm.collective import Collective
 from onecopy.comm.dtensors import address_of, is_dtensor, local_of
 from onecopy.comm.mesh import Mesh
+from onecopy.comm.shelf import Shelf
 from onecopy.errors import UsageError
 from onecopy.memory.arena import Arena
 from onecopy.memory.meter import Meter
@@ -31,6 +43,48 @@ from onecopy.sharding.tensor_parallel import spec_of
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
+
+POISON: Final = os.environ.get("ONECOPY_POISON", "0") != "0"
+"""For tests: memory that is not whole holds NaN, so that whoever reads it too early is found out."""
+
+
+class State(Enum):
+    """Where the whole parameters are."""
+
+    SLICED = "sliced"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+class Message(IntEnum):
+    """What a bucket's messages are about: added to its number, this names them. Some take two names, or one an axis."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    MASTERS = 2
+    REDUCE = 3
+    COMBINE = 4
+    LOAD = 8
+    COPY = 9
+    TENSOR = 11
+
+
+class WholeParameter(nn.Parameter):
+    """What modules hold while their unit computes, over the gathered memory.
+
+    ``data`` shares the version counter, which that of a plain parameter does not, so that no write goes unnoticed.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise UsageError(
+            "a forward assigned to a parameter's .data, which would be lost: edit parameters outside of forward, inside "
+            "`with onecopy.gathered(model, write=True):`."
+        )
 
 
 @dataclass(frozen=True)
@@ -53,6 +107,7 @@ class Entry:
         shown: the same object, as the `nn.Parameter` that it is to modules.
         whole: what they hold while the unit computes: a leaf, whose gradient autograd fills. Plain, or a DTensor where
             the parameter was one.
+        node: where autograd puts that gradient; kept, for the number of those who hold ``whole`` not to vary with it.
     """
 
     name: str
@@ -60,6 +115,7 @@ class Entry:
     sliced: SlicedTensor
     shown: nn.Parameter
     whole: nn.Parameter
+    node: object | None
 
 
 class Bucket:
@@ -75,6 +131,8 @@ class Bucket:
 
     Attributes:
         changes: how often the parameters were written to since they were sharded.
+        before_write: called when they are about to be, on every rank; None while nobody else reads them.
+        state: where the whole parameters are.
     """
 
     def __init__(
@@ -97,6 +155,10 @@ class Bucket:
         self._arena = arena
         self.tag = 16 * index
         self.changes = 0
+        self.before_write: Callable[[], None] | None = None
+        self._shelf: Shelf | None = None
+        self._master_shelf: Shelf | None = None
+        self._version = 0
         self.specs = [spec_of(f.parameter, mesh.tensor) for f in found]
         local = [local_of(f.parameter) for f in found]
         self.shapes = [tensor.shape for tensor in local]
@@ -117,15 +179,16 @@ class Bucket:
             self._whole.free()
         if device.type != "meta":
             self.meter.add("parameters_sliced", self.master.nbytes)
-        self._fresh = self._aliased
+        self.state = State.WHOLE if self._aliased else State.SLICED
         self._gathering: Collective | None = None
-        self._sent_from_whole: Collective | None = None
         self.entries = [
             self._entry(position, item, local)
             for position, (item, local) in enumerate(zip(found, self.split(self.master), strict=True))
         ]
         self._dtensors = [entry.whole for entry in self.entries if is_dtensor(entry.whole)]
-        self._version = self._whole_version
+        self._writes = self._count_writes()
+        self.storage = self._whole.flat.untyped_storage()
+        self._holders: list[int] | None = None
 
     def _entry(self, position: int, found: Found, local: Tensor) -> Entry:
         segment = self._segments[position]
@@ -140,15 +203,18 @@ class Bucket:
             spec,
             self.mesh.tensor.rank > 0 and not (spec is not None and spec.is_cut),
         )
-        shown = nn.Parameter(SlicedTensor(local, slicing, on_write=self._written), self.trainable)
+        shown = nn.Parameter(SlicedTensor(local, slicing, on_write=self._write_begins), self.trainable)
         sliced: Tensor = shown
         assert isinstance(sliced, SlicedTensor)
         whole = self.as_parameter(position, self._whole.views[position])
+        if type(whole) is nn.Parameter:
+            whole.__class__ = WholeParameter
         for attribute, value in vars(found.parameter).items():
             if attribute not in vars(sliced):
                 setattr(sliced, attribute, value)
                 setattr(whole, attribute, value)
-        return Entry(found.name, found.places, sliced, shown, whole)
+        node = get_gradient_edge(whole).node if self.trainable else None
+        return Entry(found.name, found.places, sliced, shown, whole, node)
 
     def as_parameter(self, position: int, view: Tensor) -> nn.Parameter:
         """What modules may hold for parameter ``position``, over the memory of ``view``."""
@@ -179,25 +245,27 @@ class Bucket:
         Raises:
             UsageError: if whole parameters were written to meanwhile, which would be lost.
         """
-        if self._whole_version != self._version:
-            self._version = self._whole_version
+        for entry in self.entries:
+            for module, attribute in entry.places:
+                module._parameters[attribute] = entry.shown
+        if (writes := self._count_writes()) != self._writes:
+            self._writes = writes
             raise UsageError(
                 f"parameters of unit {self.unit!r} were written to while it computed, which would be lost: edit them "
                 f"outside of forward, inside `with onecopy.gathered(model, write=True):`."
             )
-        for entry in self.entries:
-            for module, attribute in entry.places:
-                module._parameters[attribute] = entry.shown
 
-    @property
-    def _whole_version(self) -> int:
+    def _count_writes(self) -> int:
         """Counts writes to the whole parameters. A DTensor counts its own, apart from the memory's."""
         return self._whole.views[0]._version + sum(whole._version for whole in self._dtensors)
 
     def show_whole(self) -> None:
         """Let modules hold the whole parameters; only while they are gathered."""
-        assert self._fresh, f"unit {self.unit!r} is not gathered"
+        assert self.state is State.WHOLE, f"unit {self.unit!r} is {self.state.value}"
         for entry in self.entries:
+            # Others may freeze parameters for a while: a discriminator, adapters during a reference pass.
+            if entry.whole.requires_grad is not (wanted := self.trainable and entry.shown.requires_grad):
+                entry.whole.requires_grad_(wanted)
             for module, attribute in entry.places:
                 module._parameters[attribute] = entry.whole
 
@@ -215,34 +283,52 @@ class Bucket:
             part = flat[offset : offset + numel]
             part.copy_(flatten(local_of(tensor).detach(), strides))
             if spec is None:
-                self.mesh.tensor.broadcast(part, self.unit, self.tag + 11)
+                self.mesh.tensor.broadcast(part, self.unit, self.tag + Message.TENSOR)
         self.load_flat(flat)
 
     def load_flat(self, flat: Tensor) -> None:
         """As `load`, from a flat buffer in the master dtype."""
+        self._write_begins()
         with torch.no_grad():
-            self.mesh.shard.scatter(flat, self.master, self.unit, self.tag + 8)
+            self.mesh.shard.scatter(flat, self.master, self.unit, self.tag + Message.LOAD)
             for position, axis in enumerate(self.mesh.replicate):
-                axis.broadcast(self.master, self.unit, self.tag + 9 + position)
-        self._written()
+                axis.broadcast(self.master, self.unit, self.tag + Message.COPY + position)
 
     def gather_masters(self) -> FlatBuffer:
         """The whole parameters in the master dtype, gathered into a new buffer."""
         whole = self.buffer(self.dtypes.master)
-        if collective := self.mesh.shard.all_gather(self.master, whole.flat, self.unit, self.tag + 2):
+        collective: Collective | None
+        if self._master_shelf is not None and self._master_shelf.laid is not None:
+            collective = self.mesh.shard.gather(self._master_shelf, whole.flat, self._version, self.unit)
+        else:
+            collective = self.mesh.shard.all_gather(self.master, whole.flat, self.unit, self.tag + Message.MASTERS)
+        if collective is not None:
             collective.finish()
-            self.mesh.shard.settle()
         return whole
 
     def equals_slice(self, flat: Tensor) -> bool:
         """Whether this rank's part of ``flat`` (master dtype) is bit for bit what its slice holds."""
         return torch.equal(self._own_part(flat).view(torch.uint8), self.master.view(torch.uint8))
 
-    def _written(self) -> None:
-        """The slices changed: a gathered copy is stale, and so is any graph that was built with it."""
+    def _write_begins(self) -> None:
+        """The slices are about to change. A gathered copy is stale then, and so is any graph that was built with it."""
         self.changes += 1
         self.finish_gather()
-        self._fresh = self._aliased
+        if self.before_write is not None:
+            self.before_write()
+        if self.state is State.WHOLE and not self._aliased:
+            self.state = State.SLICED
+            # Whoever still holds the old values in a graph is told by autograd.
+            increment_version([self._whole.views[0], *self._dtensors])
+            self._writes = self._count_writes()
+            self._poison()
+
+    def refuse_changed(self) -> NoReturn:
+        """Raise the error about a graph that was built with parameters that have changed since."""
+        raise UsageError(
+            f"the parameters of unit {self.unit!r} were changed between a forward and its backward (an optimizer "
+            f"step?): run the backward first, or the forward again."
+        )
 
     def _own_part(self, flat: Tensor) -> Tensor:
         start = self.mesh.shard.rank * self.layout.slice_numel
@@ -251,57 +337,107 @@ class Bucket:
     # --- gather and release
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the parameters are gathered, or a gather is under way."""
-        return self._fresh or self._gathering is not None
+    def shelf_numbers(self) -> tuple[int, int]:
+        """Names of the shelves for what is gathered to compute with, and for the masters."""
+        return self.tag + Message.FORWARD, self.tag + Message.MASTERS
+
+    def connect(self, shelf: Shelf, master_shelf: Shelf) -> None:
+        """Gather from shelves from now on."""
+        self._shelf, self._master_shelf = shelf, master_shelf
+
+    def lay_out(self, version: int) -> None:
+        """Let other ranks fetch this rank's slice."""
+        assert self._shelf is not None and self._master_shelf is not None
+        self._version = version
+        laid = self.master.to(self.dtypes.compute)
+        if laid is not self.master:
+            self.meter.add("parameters_sliced", laid.nbytes)
+        self._shelf.lay(laid, version)
+        self._master_shelf.lay(self.master, version)
+
+    def clear_shelves(self) -> None:
+        """No rank fetches any more."""
+        assert self._shelf is not None and self._master_shelf is not None
+        if self._shelf.laid is not None and self._shelf.laid is not self.master:
+            self.meter.add("parameters_sliced", -self._shelf.laid.nbytes)
+        self._shelf.clear()
+        self._master_shelf.clear()
 
     def start_gather(self, *, backward: bool) -> None:
         """Begin to make the parameters whole, unless they are or it has begun. Sends (N-1)/N of the bucket."""
-        if self.is_whole:
+        if self.state is not State.SLICED:
             return
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
+        self._poison()
+        self._gathering = self._issue_gather(backward)
+        self.state = State.WHOLE if self._gathering is None else State.GATHERING
+
+    def _issue_gather(self, backward: bool) -> Collective | None:
+        axis, whole = self.mesh.shard, self._whole.flat
+        if self._shelf is not None and self._shelf.laid is not None:
+            return axis.gather(self._shelf, whole, self._version, self.unit)
         mine = self.master
-        if self.dtypes.compute != self.dtypes.master and self.mesh.shard.size > 1:
-            mine = self._own_part(self._whole.flat).copy_(mine)
-        self._gathering = self.mesh.shard.all_gather(mine, self._whole.flat, self.unit, self.tag + backward)
-        self._sent_from_whole = None if mine is self.master else self._gathering
-        self._fresh = self._gathering is None
+        if self.dtypes.compute != self.dtypes.master and axis.size > 1:
+            mine = self._own_part(whole).copy_(mine)
+        return axis.all_gather(mine, whole, self.unit, self.tag + (Message.BACKWARD if backward else Message.FORWARD))
 
     def finish_gather(self) -> None:
         """Wait until a gather that was begun is complete."""
         if self._gathering is not None:
             self._gathering.finish()
             self._gathering = None
-            self._fresh = True
+            self.state = State.WHOLE
+
+    def _poison(self) -> None:
+        if POISON and self._whole.flat.is_floating_point():
+            self._whole.flat.fill_(torch.nan)
+
+    def seal(self) -> None:
+        """From now on whoever else comes to hold the whole parameters keeps them from being released."""
+        self._holders = self._count_holders()
+
+    def _count_holders(self) -> list[int]:
+        # C++ and Python count apart: autograd's graph on one side, a module's attribute on the other.
+        counts = [torch._C._storage_Use_Count(self.storage._cdata)]
+        for entry in self.entries:
+            whole: Any = entry.whole
+            counts += (whole._use_count(), getrefcount(whole))
+        return counts
 
     def release(self) -> None:
-        """Give the memory of the whole parameters back."""
+        """Give the memory of the whole parameters back, unless somebody else still holds them: then they stay."""
+        if self._aliased or not self._whole.is_allocated:
+            return
         self.finish_gather()
-        if self._sent_from_whole is not None:
-            self._sent_from_whole.settle()
-            self._sent_from_whole = None
-        if not self._aliased:
-            if self._whole.free():
-                self.meter.add("parameters_gathered", -self._whole.nbytes)
-            self._fresh = False
+        if self._count_holders() != self._holders:
+            return
+        self.state = State.SLICED
+        self._whole.free()
+        self.meter.add("parameters_gathered", -self._whole.nbytes)
+
+    def view(self, size: torch.Size, strides: tuple[int, ...], offset: int) -> Tensor:
+        """A view of the whole parameters, which are gathered."""
+        assert self.state is State.WHOLE, f"unit {self.unit!r} is {self.state.value}"
+        return self._whole.flat.as_strided(size, strides, offset)
 
     def shows(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at the whole parameters."""
         memory = self._whole.flat.untyped_storage().data_ptr()
         return memory != 0 and address_of(tensor) == memory
 
-    def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` looks at memory that `release` gives back."""
-        return not self._aliased and self.shows(tensor)
+    @property
+    def is_own_memory(self) -> bool:
+        """Whether the whole parameters are other memory than the slices', which comes and goes."""
+        return not self._aliased
 
-    def check(self) -> None:
-        """Raise `UsageError` if a parameter was replaced, hooked, frozen or unfrozen since it was sharded."""
+    def check(self, *, trains: bool) -> None:
+        """Raise `UsageError` if a parameter was replaced, hooked or, where a graph is built, unfrozen since `shard`."""
         for entry in self.entries:
-            if entry.sliced.requires_grad is not self.trainable:
+            if trains and entry.sliced.requires_grad and not self.trainable:
                 raise UsageError(
-                    f"requires_grad of {entry.name!r} was {self.trainable} when onecopy.shard was called and is "
-                    f"{entry.sliced.requires_grad} now: freeze and unfreeze before sharding."
+                    f"requires_grad of {entry.name!r} was False when onecopy.shard was called and is True now: unfreeze "
+                    f"parameters before sharding. (Freezing them afterwards is fine, also for a while.)"
                 )
             if entry.sliced._backward_hooks or entry.sliced._post_accumulate_grad_hooks:
                 raise UsageError(

@@ -3,6 +3,7 @@
     forward   before a unit: gather it (and begin the next), show whole parameters     after: show slices, release*
     backward  before a unit: gather it (and begin the next)                            after: release*, reduce*
     end of backward          reduce what never fired, set p.grad (`reducer.py`), release*
+    a write                  once no rank reads slices any more (`versions.py`)
 
 What is starred depends on the stage, and only so: parameters are released if the stage shards them, and after a
 step's last backward, since the optimizer is about to change them, if it shards the optimizer; gradients are reduced in
@@ -26,14 +27,17 @@ from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
+from onecopy.sharding.bucket import Bucket
 from onecopy.sharding.buffers import broadcast_buffers
 from onecopy.sharding.frames import caller_of_hook, is_running
 from onecopy.sharding.micro_batches import MicroBatches
-from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
+from onecopy.sharding.order import Foresight
 from onecopy.sharding.reducer import Reducer
+from onecopy.sharding.saved import SavedWeights
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.tensors import Edits, find_tensors, replace_tensors
 from onecopy.sharding.unit import Passage, Unit, Visit
+from onecopy.sharding.versions import Versions
 from onecopy.stage import Stage
 
 ENGINE: Final = "_onecopy_engine"
@@ -58,6 +62,7 @@ class Engine:
     Attributes:
         gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
         micro_batches: where in a step training is.
+        versions: when slices may be read by others, and when they may change.
     """
 
     def __init__(
@@ -88,20 +93,28 @@ class Engine:
         self._state_bytes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._in_model_forward = False
         self._records = False
+        self._trains = False
+        self._counts = False
+        self._has_looked = False
         self._unrecorded = 0
         self._in_backward = False
         self._visited: set[Unit] = set()
+        self._forward = Foresight(prefetch)
+        self._backward = Foresight(prefetch)
         root = [unit for unit in self.units if unit.scope is model]
-        inner = [unit for unit in self.units if unit.scope is not model]
-        self._forward = self._gather_order(root + inner, prefetch, backward=False)
-        self._backward = self._gather_order(root + inner[::-1], prefetch, backward=True)
-        self._reduce_order = inner[::-1] + root
+        if not root:
+            root = [Unit("", model, ())]
+            self.units.insert(0, root[0])
+        self._root = root[0]
+        self._reduce_order = [unit for unit in self.units if unit is not self._root][::-1] + root
+        self.versions = Versions(mesh.shard, self._buckets)
         self.rebuild_gradients()
         for unit in self.units:
             self._attach(unit)
-        self._root = root[0] if root else Unit("", model, ())
-        if not root:
-            self._attach(self._root)
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for unit in self.units for bucket in unit.buckets]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
@@ -115,9 +128,17 @@ class Engine:
             unit.rebuild_gradients()
             for gradients in unit.gradients:
                 gradients.on_arrival = partial(self._all_arrived, unit)
+        alike = self.stage.shards_optimizer and not self.versions.reads_freely and self.mesh.shard.size > 1
         self._reducer = Reducer(
-            self.units, [u for u in self._reduce_order if u.gradients], self.mesh, self._backward.take_part
+            self.units,
+            [u for u in self._reduce_order if u.gradients],
+            self.mesh,
+            (lambda: self._forward.seen + self._backward.seen) if alike else None,
         )
+        released = [bucket for bucket in self._buckets if self.stage.shards_parameters and bucket.is_own_memory]
+        self._saved = SavedWeights(released, self._gather_saved)
+        for bucket in self._buckets:
+            bucket.seal()
 
     def _attach(self, unit: Unit) -> None:
         before = torch.compiler.disable(partial(self._before_forward, unit))
@@ -125,32 +146,20 @@ class Engine:
         unit.scope.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         unit.scope.register_forward_hook(after, always_call=True)
 
-    def _gather_order(self, units: Sequence[Unit], prefetch: int, *, backward: bool) -> GatherOrder:
-        return GatherOrder(
-            units,
-            backward=backward,
-            prefetch=prefetch,
-            release_passed=self.stage.shards_parameters,
-            learn=self._learn_backward if backward else self._learn_forward,
-        )
+    def _gather_saved(self, bucket: Bucket) -> None:
+        """Backward comes to a weight by a way that no hook has announced."""
+        bucket.start_gather(backward=True)
+        bucket.finish_gather()
 
-    def _learn_forward(self, seen: list[Unit]) -> AgreedOrder:
-        for name, parameter in self.model.named_parameters():
-            if not isinstance(parameter, SlicedTensor):
-                raise UsageError(
-                    f"parameter {name!r} came into the model after onecopy.shard and would not be averaged over ranks: "
-                    f"add and replace modules before."
-                )
-        order = agree_order(self.mesh, self.units, seen, self.units)
-        first = [unit for unit in order.units if unit not in order.optional]
-        self._reducer.dynamic = any_rank(self.mesh, seen != first)
-        return order
-
-    def _learn_backward(self, seen: list[Unit]) -> AgreedOrder:
-        # Where forward came and backward did not, no gradient is needed; where the first rank's data skipped a unit
-        # in forward, another rank's may not have.
-        skipped = [unit for unit in self.units if unit.gradients and unit not in self._visited]
-        return agree_order(self.mesh, self.units, seen, agree_order(self.mesh, self.units, skipped, ()).units)
+    def _gather(self, unit: Unit, foresight: Foresight) -> None:
+        """Make ``unit`` whole, and begin to gather what is likely to come next."""
+        backward = foresight is self._backward
+        ahead = foresight.visit(unit)
+        unit.start_gather(backward=backward)
+        # Before waiting: a link between two gathers must not stand idle.
+        for following in ahead:
+            following.start_gather(backward=backward)
+        unit.finish_gather()
 
     # --- forward
 
@@ -174,9 +183,7 @@ class Engine:
                 self._unrecorded -= 1
             if visit is not None:
                 unit.enter(visit)
-            if not unit.is_whole or self._backward.is_ahead(unit):
-                self._backward.visit(unit)
-            unit.finish_gather()
+            self._gather(unit, self._backward)
         else:
             if self._in_backward:
                 self.recover()
@@ -186,12 +193,16 @@ class Engine:
                 unit.unrecorded += 1
                 self._unrecorded += 1
             self.ledger.phase = "forward"
-            self._gather_for_forward(unit)
+            self._visited.add(unit)
+            self.versions.lay_out()
+            self._gather(unit, self._forward)
         unit.show_whole()
         if visit is not None:
             visit.time = perf_counter()
             ended = partial(self._after_backward, unit, visit)
             args, kwargs, visit.marked = mark_inputs(ended, args, kwargs, passage.edits)
+            if self._saved:
+                passage.hooks = self._saved.enter()
         return args, kwargs
 
     def _count_gradients(self) -> None:
@@ -199,9 +210,9 @@ class Engine:
         self.meter.set("gradients_sliced", sum(g.sliced_bytes for unit in self.units for g in unit.gradients))
 
     def _begin_forward(self, args: Any, kwargs: Any, edits: Edits, *, recorded: bool) -> tuple[Any, Any]:
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.check()
+        for bucket in self._buckets:
+            bucket.check(trains=recorded)
+        self._trains = any(entry.shown.requires_grad for bucket in self._buckets for entry in bucket.entries)
         self._in_model_forward = True
         self._records = recorded
         if recorded:
@@ -218,101 +229,119 @@ class Engine:
 
         return replace_tensors(args, cast, edits), replace_tensors(kwargs, cast, edits)
 
-    def _gather_for_forward(self, unit: Unit) -> None:
-        self._visited.add(unit)
-        if self._in_model_forward and unit.buckets:
-            self._forward.visit(unit)
-        else:
-            unit.start_gather()
-            unit.finish_gather()
-            self.mesh.shard.settle()
-
-    def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> Any:
+    def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         if not unit.passages:
-            return None
+            return
         passage = unit.passages.pop()
+        self._undo(passage)
+        try:
+            if not unit.is_computing:
+                unit.show_sliced()
+        finally:
+            # A forward that raised comes here too, without an output. So does one that returns None.
+            failed = output is None and sys.exception() is not passage.handled
+            if not passage.recomputes:
+                if passage.visit is not None and not failed:
+                    self._record(unit, passage.visit, "forward")
+                    self._watch(unit, passage.visit, output)
+                if self.stage.shards_parameters and not unit.is_computing:
+                    unit.release()
+            if unit.scope is self.model and not unit.passages and not passage.recomputes:
+                self._end_forward(failed)
+
+    def _undo(self, passage: Passage) -> None:
+        """Put back what a forward had changed around it."""
+        if passage.hooks is not None:
+            passage.hooks.leave()
         torch.set_autocast_cache_enabled(passage.autocast_cache)
-        if not unit.is_computing:
-            unit.show_sliced()
-        # A forward that raised comes here too, without an output. So does one that returns None.
-        failed = output is None and sys.exception() is not passage.handled
-        if not passage.recomputes:
-            if passage.visit is not None and not failed:
-                self._record(unit, passage.visit, "forward")
-                self._watch(unit, passage.visit, output)
-            if self.stage.shards_parameters and not unit.in_use:
-                output = self._keep_returned_parameters(unit, output)
-                unit.release()
         passage.edits.undo()
-        if unit.scope is self.model and not unit.passages and not passage.recomputes:
-            self._in_model_forward = self._records = False
-            if not failed:
-                self._forward.end()
-                self.mesh.shard.settle()
-        return output
+
+    def _end_forward(self, failed: bool) -> None:
+        self._in_model_forward = self._records = False
+        if self.stage.shards_parameters:
+            for unit in self.units:
+                if not unit.is_computing:
+                    # What was gathered ahead and not come to.
+                    unit.release()
+        if not failed and not self._has_looked:
+            self._has_looked = True
+            self._refuse_new_parameters()
+
+    def _refuse_new_parameters(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, SlicedTensor):
+                raise UsageError(
+                    f"parameter {name!r} came into the model after onecopy.shard and would not be averaged over ranks: "
+                    f"add and replace modules before."
+                )
 
     def _watch(self, unit: Unit, visit: Visit, output: Any) -> None:
         """Have `_before_backward` called when the first gradient comes back to what the unit returned."""
-        found = find_tensors(output)
-        for tensor in found:
+        for tensor in find_tensors(output):
             if (node := tensor.grad_fn) is not None:
                 node.register_prehook(partial(self._before_backward, unit, visit))
-        unit.holds = unit.holds or not found
-
-    def _keep_returned_parameters(self, unit: Unit, output: Any) -> Any:
-        """Copies in place of whole parameters that forward returned, whose memory is about to go."""
-        return replace_tensors(output, lambda tensor: tensor.clone() if unit.shares_memory(tensor) else tensor)
 
     # --- backward
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self, *, differentiated: bool = False) -> None:
         if self._in_backward:
             return
         self._in_backward = True
+        self._counts = self._trains and not differentiated
         self.ledger.phase = "backward"
         self._backward.begin()
         last = self.micro_batches.is_last
-        self._reducer.begin(sends=self.stage.shards_gradients or last, last=last)
+        self._reducer.begin(sends=self._counts and (self.stage.shards_gradients or last), last=last)
         at_end_of_backward(self._end_of_backward)
 
     @property
     def _releases_after_backward(self) -> bool:
         """Whether whole parameters have no further use once this backward is through with them."""
-        return self.stage.shards_parameters or (self.stage.shards_optimizer and self.micro_batches.step_follows)
+        return self.stage.shards_parameters or (
+            self.stage.shards_optimizer and self._counts and self.micro_batches.step_follows
+        )
 
     def _before_backward(self, unit: Unit, visit: Visit, _: object) -> None:
         if visit.began:
             return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.stage.shards_parameters:
             raise UsageError(
-                "backward with create_graph=True (double backward, a gradient penalty) is not supported: what it "
-                "records would use whole parameters that are let go."
+                "backward with create_graph=True (double backward, a gradient penalty) is not supported at stage 3: "
+                "shard at stage 1 or 2, or take units=[] or the gradient inside of one unit's forward."
             )
         unit.check_visit(visit)
         unit.enter(visit)
-        self._enter_backward()
+        self._enter_backward(differentiated=torch.is_grad_enabled())
         if unit.buckets:
-            self._backward.visit(unit)
+            self._gather(unit, self._backward)
             # For activation checkpoints inside of the unit, which recompute without calling it.
             unit.show_whole()
         visit.time = perf_counter()
 
     def _after_backward(self, unit: Unit, visit: Visit) -> None:
-        """The gradients of the unit's inputs are there, and so all of its backward has run."""
+        """The gradients of what the unit was given are there, and so all of its backward has run."""
         self._end_visit(unit, visit)
-        if (unit.all_arrived and not unit.unrecorded) or not unit.awaits_backward:
-            self._reducer.finished(unit, self._visited)
+        self._reduce_if_over(unit)
 
     def _all_arrived(self, unit: Unit) -> None:
         """The last gradient of one of the unit's buckets is there. Without inputs to watch, that is the end."""
-        if (
-            self._unrecorded == 0
-            and unit.all_arrived
-            and not any(visit.marked and not visit.ended for visit in unit.entered)
-        ):
+        if self._has_all(unit):
             for visit in unit.entered:
                 if not visit.ended:
                     self._end_visit(unit, visit)
+        self._reduce_if_over(unit)
+
+    def _has_all(self, unit: Unit) -> bool:
+        """Whether every gradient is there that may come in this backward."""
+        return (
+            self._unrecorded == 0
+            and unit.all_arrived
+            and all(visit.ended or not visit.marked for visit in unit.entered)
+        )
+
+    def _reduce_if_over(self, unit: Unit) -> None:
+        """The unit's backward is over when that of all its forwards is, or when no further gradient can come."""
+        if self._has_all(unit) or not unit.awaits_backward:
             self._reducer.finished(unit, self._visited)
 
     def _record(self, unit: Unit, visit: Visit, phase: str) -> None:
@@ -324,17 +353,16 @@ class Engine:
         self._record(unit, visit, "backward")
         if not unit.is_computing:
             unit.show_sliced()
-        if self._releases_after_backward and not unit.in_use:
+        if self._releases_after_backward and not unit.is_computing:
             unit.release(frozen=self.stage.shards_parameters)
 
     def _end_of_backward(self) -> None:
-        # Others may need these gathers before they can send the gradients that are waited for here.
-        self._backward.start_rest()
-        self._reducer.end(deviated=self._forward.deviated or self._backward.deviated)
-        self._backward.end()
-        self.mesh.shard.settle()
-        self._leave_backward()
-        self.micro_batches.backward_ended()
+        try:
+            self._reducer.end()
+        finally:
+            self._leave_backward()
+        if self._counts:
+            self.micro_batches.backward_ended()
 
     def _leave_backward(self) -> None:
         for unit in self.units:
@@ -355,7 +383,7 @@ class Engine:
             self.recover()
         with self.ledger.during("backward"):
             self._reducer.begin(sends=True, last=True)
-            self._reducer.end(deviated=False)
+            self._reducer.end()
             for unit in self.units:
                 unit.finished = False
         self.micro_batches.begin_anew()
@@ -370,13 +398,14 @@ class Engine:
     def before_step(self) -> None:
         """The optimizer is about to step."""
         self.come_to_rest()
-        self._reducer.settle()
+        self.versions.step_begins()
         self.ledger.phase = "step"
         self._count_gradients()
         self._step_began = perf_counter()
 
     def step_done(self, optimizer: object, state_bytes: int) -> None:
         """``optimizer``, which holds ``state_bytes`` of states, has stepped: a micro-batch is a step's first again."""
+        self.versions.step_ends()
         self.micro_batches.stepped()
         self._state_bytes[optimizer] = state_bytes
         self.meter.set("optimizer", sum(self._state_bytes.values()))
@@ -389,25 +418,27 @@ class Engine:
         self._forget_interrupted()
         if self._in_backward and not in_backward():
             self.recover()
+        self.versions.lay_out()
 
     def _forget_interrupted(self) -> None:
         # The outermost last: it has seen what autocast was set to.
         for unit in [*self.units[::-1], self._root]:
             for passage in [p for p in unit.passages[::-1] if not is_running(p.caller)]:
                 unit.passages.remove(passage)
-                passage.edits.undo()
-                torch.set_autocast_cache_enabled(passage.autocast_cache)
+                self._undo(passage)
                 unit.show_sliced()
-                if self.stage.shards_parameters and not unit.in_use:
+                if self.stage.shards_parameters and not unit.is_computing:
                     unit.release()
         if not self._root.passages:
             self._in_model_forward = self._records = False
 
     def recover(self) -> None:
-        """Go on after a backward that raised an error, on every rank alike: with the first micro-batch of a step."""
-        self._reducer.drop()
-        self.micro_batches.begin_anew()
-        self._leave_backward()
+        """Go on after a backward that raised an error here: with the first micro-batch of a step."""
+        try:
+            self._reducer.abandon()
+        finally:
+            self.micro_batches.begin_anew()
+            self._leave_backward()
 
 
 def find_engine(model: nn.Module) -> Engine | None:

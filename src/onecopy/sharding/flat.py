@@ -1,8 +1,8 @@
 """FlatBuffer: one flat tensor seen through views with the parameters' shapes, whose memory comes and goes.
 
-The tensors are made once; only their storage is resized. So what autograd saved of a view in forward is filled again
-in place before backward, without copies. While a buffer is freed its views must not be touched: that is a segmentation
-fault, not an error. Only `bucket.py` holds them, and modules see them only while the buffer is allocated.
+The tensors are made once; only their storage is resized. While a buffer is freed its views must not be touched: that
+is a segmentation fault, not an error. So `bucket.py` frees it only when nobody else holds a view, modules see the views
+only while the buffer is allocated, and autograd is given handles (`saved.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class FlatBuffer:
     Attributes:
         flat: ``memory``.
         nbytes: bytes of it when allocated.
+        is_allocated: whether there is memory.
         views: one view per parameter, of its shape and strides. They share a version counter of their own, which
             filling ``flat`` does not move: autograd would otherwise refuse the views that it saved.
     """
@@ -41,20 +42,20 @@ class FlatBuffer:
             for shape, stride, offset in zip(shapes, strides, layout.offsets, strict=True)
         ]
         self.nbytes = memory.nbytes
-        self._allocated = True
+        self.is_allocated = True
 
     def allocate(self) -> bool:
         """Get memory again after `free`; its content is undefined. Returns whether there was none."""
-        if self._allocated:
+        if self.is_allocated:
             return False
         self.flat.untyped_storage().resize_(self.nbytes)
-        self._allocated = True
+        self.is_allocated = True
         return True
 
     def free(self) -> bool:
         """Give the memory back, whoever looks at it. Returns whether there was any."""
-        if not self._allocated:
+        if not self.is_allocated:
             return False
         self.flat.untyped_storage().resize_(0)
-        self._allocated = False
+        self.is_allocated = False
         return True

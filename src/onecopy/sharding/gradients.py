@@ -108,7 +108,7 @@ class Gradients:
         self._reduced: Tensor | None = None
         self._reduction: Iterator[Collective] = iter(())
         self._underway: Collective | None = None
-        self._left = False
+        self._has_left = False
         self._missing = len(self._gradients)
         self._arrived_bytes = 0
         # Weak, because torch's C++ side holds the hook where Python's garbage collector does not see it.
@@ -119,7 +119,7 @@ class Gradients:
     def _arrive(self, position: int) -> None:
         """Autograd has put a gradient into the whole leaf."""
         gradient = self._gradients[position]
-        if self._left:
+        if self._has_left:
             raise UsageError(
                 f"a gradient for {gradient.sliced.slicing.name!r} came after its unit {self._bucket.unit!r} had "
                 f"finished backward: the loss uses a tensor that the unit's forward did not return. Return it there."
@@ -181,7 +181,7 @@ class Gradients:
 
     def start_reduce(self) -> None:
         """Send this micro-batch's gradients together with those kept: (N-1)/N of the bucket over the shard axis."""
-        self._left = True
+        self._has_left = True
         self._reduction = self._reduce(self._take_outgoing())
         self._underway = next(self._reduction, None)
 
@@ -225,7 +225,7 @@ class Gradients:
 
     def reopen(self) -> None:
         """The backward is over; the next one may bring gradients again."""
-        self._left = False
+        self._has_left = False
 
     def drop(self) -> None:
         """Forget what is between autograd and `p.grad`, to go on after a backward that failed."""
@@ -233,7 +233,7 @@ class Gradients:
         if self._kept is not None:
             self._bucket.meter.add("gradients_whole", -self._kept.nbytes)
         self._kept = self._kept_slice = self._reduced = None
-        self._left = False
+        self._has_left = False
         self._forget_arrived()
         for gradient in self._gradients:
             gradient.drop_pending()

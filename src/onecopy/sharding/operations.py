@@ -50,9 +50,13 @@ def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = args[0]
     if not isinstance(target, SlicedTensor):
         _needs_whole(func, args, kwargs)
-    func(*[_local(a, target, func) for a in args], **{k: _local(v, target, func) for k, v in kwargs.items()})
+    local_args, local_kwargs = (
+        [_local(a, target, func) for a in args],
+        {k: _local(v, target, func) for k, v in kwargs.items()},
+    )
     if target._on_write is not None:
         target._on_write()
+    func(*local_args, **local_kwargs)
     return target
 
 
@@ -71,10 +75,10 @@ class _InPlaceLists:
         self._writes = written(func)
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
         for position in self._writes:
             if position < len(args):
                 _tell_written(args[position])
+        func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
 
 
 def _tell_written(tensors: Any) -> None:

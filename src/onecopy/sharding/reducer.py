@@ -1,20 +1,20 @@
-"""Reducer: sends units' gradients in one order, a few at a time, and installs the results.
+"""Reducer: sends units' gradients in one order, one at a time beside computing, and installs the results.
 
-While one unit computes, the gradients of the one before are under way and no more, so whole gradients never pile up.
-Where it waits depends on the order alone, never on what happens to have come: a rank that waits sends nothing else
-meanwhile, so each must know that at this point all the others have gone as far.
-Which parameters no rank used is agreed in one small message per backward, because a parameter that one process would
-leave without a gradient must have none here.
+Every rank sends the same units in the same order (`order.py`), those that its data did not lead to as zeros, and waits
+for them in that order. So a wait ends as soon as the other ranks have come to the same unit, whatever else they do.
+Which parameters no rank used is agreed in one small message per backward, the last one in the order, because a
+parameter that one process would leave without a gradient must have none here.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from onecopy.comm.collective import Collective
 from onecopy.comm.mesh import Mesh
+from onecopy.errors import CollectiveError
 from onecopy.sharding.gradients import Gradients
 from onecopy.sharding.order import agree_order
 from onecopy.sharding.unit import Unit
@@ -27,21 +27,20 @@ class Reducer:
         units: all units, in the order that every rank knows from the model.
         order: those with gradients, in the order in which they are expected to finish; the first backward corrects it.
         mesh: the ranks.
-        before_wait: called with a unit before its reduce may be waited for.
-
-    Attributes:
-        dynamic: data leads ranks through different units. Then one rank's reduce may need another's gather and the
-            other way round, so none is waited for before the backward is over; gradients pile up until then.
+        route: where all ranks must gather alike, tells the units that this rank has gathered in this backward.
     """
 
     def __init__(
-        self, units: Sequence[Unit], order: Sequence[Unit], mesh: Mesh, before_wait: Callable[[Unit], None]
+        self,
+        units: Sequence[Unit],
+        order: Sequence[Unit],
+        mesh: Mesh,
+        route: Callable[[], Sequence[Unit]] | None = None,
     ) -> None:
-        self.dynamic = False
-        self._before_wait = before_wait
         self._units = units
         self._order = list(order)
         self._mesh = mesh
+        self._route = route
         self._all = [gradients for unit in units for gradients in unit.gradients]
         for gradients in self._all:
             gradients.meanwhile = self._progress
@@ -52,8 +51,6 @@ class Reducer:
         self._agreed = False
         self._underway: list[Unit] = []
         self._uses: dict[Gradients, list[bool]] = {}
-        self._messages: list[Collective] = []
-        self._flags: torch.Tensor | None = None
 
     def begin(self, *, sends: bool, last: bool) -> None:
         """A backward begins.
@@ -88,41 +85,29 @@ class Reducer:
                 break
             self._send(head)
 
-    def end(self, *, deviated: bool) -> None:
+    def end(self) -> None:
         """The backward is over: send the rest, and set `p.grad` unless the gradients are kept.
 
-        Args:
-            deviated: this rank's data has led through other units than the agreed ones.
+        Raises:
+            CollectiveError: if another rank's backward failed, or ranks did not gather alike.
         """
         if not self._sends:
             for gradients in self._all:
                 gradients.keep()
             return
-        while self._next < len(self._order):
-            self._send(self._order[self._next])
-        used = self._agree_on_use(deviated)
-        while self._underway:
-            self._complete(self._underway.pop(0))
+        used = self._finish(failed=False)
         for gradients in self._all:
             if gradients.reduced:
                 gradients.install(used[gradients], last=self._last)
             gradients.reopen()
-        if not self._agreed and self._finished:
+        if not self._agreed:
             self._agreed = True
-            self._order = agree_order(self._mesh, self._units, self._finished, self._order).units
+            self._order = agree_order(self._mesh, self._units, self._finished, self._order)
 
-    def settle(self) -> None:
-        """Finish the messages that nobody had to wait for."""
-        for message in self._messages:
-            message.finish()
-        self._messages = []
-        if self._flags is not None:
-            self.dynamic = self.dynamic or bool(self._flags[-1])
-            self._flags = None
-
-    def drop(self) -> None:
-        """Forget a backward that failed."""
-        self._underway = []
+    def abandon(self) -> None:
+        """This rank's backward failed: send what is left for the others to come to its end too, and forget all."""
+        if self._sends:
+            self._finish(failed=True)
         for gradients in self._all:
             gradients.drop()
 
@@ -134,12 +119,11 @@ class Reducer:
 
     def _send(self, unit: Unit) -> None:
         self._next += 1
-        self._before_wait(unit)
         for gradients in unit.gradients:
             self._uses[gradients] = gradients.uses()
             gradients.start_reduce()
         # Its messages are posted before the last one's are waited for: a link must not stand idle.
-        while not self.dynamic and self._underway:
+        while self._underway:
             self._complete(self._underway.pop(0))
         self._underway.append(unit)
 
@@ -150,23 +134,49 @@ class Reducer:
             if all(self._uses[gradients]):
                 gradients.install(self._uses[gradients], last=self._last)
 
-    def _agree_on_use(self, deviated: bool) -> dict[Gradients, list[bool]]:
-        """For each parameter whether any rank has a gradient for it.
+    def _finish(self, *, failed: bool) -> dict[Gradients, list[bool]]:
+        """Send and complete what is left, in the order; then agree on use."""
+        while self._next < len(self._order):
+            self._send(self._order[self._next])
+        while self._underway:
+            self._complete(self._underway.pop(0))
+        return self._agree_on_use(failed=failed)
 
-        A rank with gradients for all of them knows the answer: it sends its message and does not wait.
-        """
-        self.settle()
+    def _agree_on_use(self, *, failed: bool) -> dict[Gradients, list[bool]]:
+        """For each parameter whether any rank has a gradient for it."""
         own = [use for gradients in self._all for use in self._uses[gradients]]
         if self._mesh.size == 1 or not own:
             return self._uses
-        flags = torch.tensor([*own, deviated], dtype=torch.uint8, device=self._all[0].device)
-        self._flags = flags
-        if all(own):
-            sent = [axis.combine(flags, "agree", maximum=True) for axis in self._mesh.axes]
-            self._messages = [message for message in sent if message is not None]
-            return self._uses
+        extremes = self._digest_route()
+        flags = torch.tensor([*own, failed, *extremes], dtype=torch.uint8, device=self._mesh.control_device)
         for axis in self._mesh.axes:
             if underway := axis.combine(flags, "agree", maximum=True):
                 underway.finish()
-        answers = iter(bool(flag) for flag in flags.tolist())
-        return {gradients: [next(answers) for _ in self._uses[gradients]] for gradients in self._all}
+        answers = flags.tolist()
+        if answers[len(own)] and not failed:
+            self._drop_all()
+            raise CollectiveError(
+                "backward raised an error on another rank, whose output tells which: gradients of this micro-batch are "
+                "not complete: call optimizer.zero_grad() before training goes on."
+            )
+        if extremes and not failed and [255 - byte for byte in answers[-4:]] != answers[-8:-4]:
+            self._drop_all()
+            raise CollectiveError(
+                "ranks came through different units, or in another order, which this backend's collectives do not "
+                "allow at this stage: let the data lead all ranks alike, make what differs one unit with units=, or "
+                "take stage 0."
+            )
+        uses = iter(bool(flag) for flag in answers)
+        return {gradients: [next(uses) for _ in self._uses[gradients]] for gradients in self._all}
+
+    def _digest_route(self) -> list[int]:
+        """Four bytes and their complements: ranks have the same where the maxima of both tell of one number."""
+        if self._route is None:
+            return []
+        route = repr([self._units.index(unit) for unit in self._route()])
+        digest = list(zlib.crc32(route.encode()).to_bytes(4, "big"))
+        return digest + [255 - byte for byte in digest]
+
+    def _drop_all(self) -> None:
+        for gradients in self._all:
+            gradients.drop()

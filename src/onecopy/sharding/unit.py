@@ -9,9 +9,9 @@ from types import FrameType
 
 from torch import Tensor, nn
 
-from onecopy.errors import UsageError
-from onecopy.sharding.bucket import Bucket
+from onecopy.sharding.bucket import Bucket, State
 from onecopy.sharding.gradients import Gradients
+from onecopy.sharding.saved import Hooks
 from onecopy.sharding.tensors import Edits
 
 
@@ -36,7 +36,7 @@ class Visit:
         self.ended = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Passage:
     """A forward of a unit that is running now.
 
@@ -47,6 +47,7 @@ class Passage:
         caller: the frame that runs it.
         handled: the exception that its caller was handling, None as a rule; any other is the forward's own.
         edits: tensors replaced in its arguments until it ends.
+        hooks: what decides how autograd keeps tensors, put in force for this forward; None if they were already.
     """
 
     visit: Visit | None
@@ -55,6 +56,7 @@ class Passage:
     caller: FrameType | None
     handled: BaseException | None
     edits: Edits = field(default_factory=Edits)
+    hooks: Hooks | None = None
 
 
 class Unit:
@@ -72,7 +74,6 @@ class Unit:
         unrecorded: forwards without a graph inside a recorded forward of the model: reentrant activation checkpoints,
             which will record them when they recompute.
         passages: forwards that are running now; more than one when the unit calls itself.
-        holds: a graph exists whose backward no hook can announce; the unit stays whole until a backward ends.
         finished: this backward has nothing more to do here.
     """
 
@@ -85,7 +86,6 @@ class Unit:
         self.entered: list[Visit] = []
         self.unrecorded = 0
         self.passages: list[Passage] = []
-        self.holds = False
         self.finished = False
         self._shows_whole = False
 
@@ -103,14 +103,9 @@ class Unit:
         return bool(self.passages) or not all(visit.ended for visit in self.entered)
 
     @property
-    def in_use(self) -> bool:
-        """Whether a forward or a backward runs through the unit now, or may at any moment."""
-        return self.holds or self.is_computing
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the parameters are gathered, or a gather is under way."""
-        return all(bucket.is_whole for bucket in self.buckets)
+    def is_sliced(self) -> bool:
+        """Whether there is something to gather."""
+        return any(bucket.state is State.SLICED for bucket in self.buckets)
 
     @property
     def awaits_backward(self) -> bool:
@@ -147,16 +142,13 @@ class Unit:
         for visit in self.entered:
             visit.began = visit.ended = False
         self.entered.clear()
-        self.holds = self.finished = False
+        self.finished = False
         self.unrecorded = 0
 
     def check_visit(self, visit: Visit) -> None:
         """Raise `UsageError` if the parameters changed between a forward and its backward."""
         if visit.changes != self.changes:
-            raise UsageError(
-                f"the parameters of unit {self.name!r} were changed between a forward and its backward (an optimizer "
-                f"step?): run the backward first, or the forward again."
-            )
+            self.buckets[0].refuse_changed()
 
     def start_gather(self, *, backward: bool = False) -> None:
         for bucket in self.buckets:
@@ -188,7 +180,3 @@ class Unit:
     def shows(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` looks at the unit's whole parameters."""
         return any(bucket.shows(tensor) for bucket in self.buckets)
-
-    def shares_memory(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` looks at memory that `release` gives back."""
-        return any(bucket.shares_memory(tensor) for bucket in self.buckets)

@@ -1,0 +1,133 @@
+"""Shelf: a slice that lies ready for the other ranks of an axis, which fetch it whenever they want it.
+
+The owner lays a tensor out under a version number and goes on with its own work. A reader waits until the owner has
+laid that version out, and for nothing else that the owner does: neighbours copy the bytes out of the owner's memory
+(`remote_memory.py`), others ask a thread of the owner's for them (`serving.py`).
+
+    owner    lay(tensor, version) ─────────────────────────── … a barrier, then the tensor may change
+    reader             fetch(peer, into, version)  fetch(…)
+
+Who may change a laid-out tensor, and when, is decided by `sharding/versions.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
+
+from torch import Tensor
+
+from onecopy.comm.collective import Posted, Program, Work
+from onecopy.comm.cross_memory import Neighbours, seconds_of
+from onecopy.comm.mailbox import PeerGone, patiently
+from onecopy.comm.remote_memory import Window
+from onecopy.comm.serving import Server
+from onecopy.comm.transport import Peers
+
+_VERSION, _ADDRESS, _NBYTES = range(3)
+_Card = ctypes.c_int64 * 3
+"""What neighbours read first: which version lies where. The version is written last."""
+
+_NUMBER: Final = 8
+
+_cards: Final[list[ctypes.Array[ctypes.c_int64]]] = []
+"""Kept as long as the process lives, as a peer may look at any time."""
+
+
+class Shelf:
+    """The slices of one bucket on all ranks of an axis: this rank's own, and the way to the others.
+
+    Args:
+        peers: the axis.
+        number: of the shelf, the same on every rank.
+        server: answers the peers that are no neighbours; None if all are.
+
+    Attributes:
+        laid: what this rank has laid out; None before `lay` and after `clear`.
+    """
+
+    def __init__(self, peers: Peers, number: int, server: Server | None) -> None:
+        self.laid: Tensor | None = None
+        self._peers = peers
+        self._number = number
+        self._server = server
+        self._card = _Card()
+        self._addresses: dict[int, int] = {}
+        _cards.append(self._card)
+
+    @property
+    def address(self) -> int:
+        """Where neighbours find this rank's card."""
+        return ctypes.addressof(self._card)
+
+    def connect(self, addresses: Sequence[int]) -> None:
+        """Learn the cards' addresses, in order of places."""
+        self._addresses = {place: addresses[place] for place in self._peers.neighbours.mailboxes}
+
+    def lay(self, tensor: Tensor, version: int) -> None:
+        """Lay the contiguous ``tensor`` out. It must not change until no rank reads ``version`` any more."""
+        self.laid = tensor
+        self._card[_ADDRESS] = tensor.data_ptr()
+        self._card[_NBYTES] = tensor.nbytes
+        self._card[_VERSION] = version
+        if self._server is not None:
+            self._server.lay(self._number, tensor, version)
+
+    def clear(self) -> None:
+        """Forget what was laid out, once no rank reads it any more."""
+        self.laid = None
+        if self._server is not None:
+            self._server.clear(self._number)
+
+    def gather(self, whole: Tensor, version: int) -> Program:
+        """Fill the flat ``whole`` with every rank's slice of ``version``."""
+        slices = whole.chunk(self._peers.size)
+        fetched = [self._fetch(place, slices[place], version) for place in self._peers.others()]
+        assert self.laid is not None, "a rank lays its own slice out before it gathers"
+        slices[self._peers.rank].copy_(self.laid)
+        yield fetched
+
+    def _fetch(self, place: int, into: Tensor, version: int) -> Posted:
+        work: Work
+        if place in self._addresses:
+            mailbox = self._peers.neighbours.mailboxes[place]
+            work = _Read(self._peers.neighbours, mailbox.process, self._addresses[place], into, version)
+        else:
+            assert self._server is not None
+            work = self._server.ask(place, self._number, into, version)
+        return Posted(work, self._peers.ranks[place])
+
+
+class _Read:
+    """A neighbour's slice, copied out of its memory by `wait`."""
+
+    def __init__(self, neighbours: Neighbours, process: int, card: int, into: Tensor, version: int) -> None:
+        self._limit = neighbours.limit
+        self._process = process
+        self._into = into
+        self._version = version
+        self._card = _Card()
+        self._window = Window(process, card, ctypes.addressof(self._card), len(self._card) * _NUMBER)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for _ in patiently(seconds_of(timeout, self._limit), "has not written its parameters as often as this rank"):
+            if self.has_come():
+                break
+        found, address, nbytes = self._card
+        if found > self._version:
+            raise RuntimeError(
+                f"it has written its parameters {found} times and this rank {self._version} times: every rank must "
+                f"make the same optimizer steps and the same edits of parameters"
+            )
+        if nbytes != self._into.nbytes:
+            raise RuntimeError(f"it has laid out {nbytes} bytes where {self._into.nbytes} were expected")
+        if not Window(self._process, address, self._into.data_ptr(), nbytes).read():
+            raise PeerGone(self._process)
+
+    def has_come(self) -> bool:
+        """Whether the slice can be copied, or never will be."""
+        if not self._window.read():
+            raise PeerGone(self._process)
+        return self._card[_VERSION] >= self._version
