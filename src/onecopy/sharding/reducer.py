@@ -46,6 +46,7 @@ class Reducer:
             gradients.meanwhile = self._progress
         self._sends = False
         self._last = False
+        self._failed = False
         self._next = 0
         self._finished: list[Unit] = []
         self._agreed = False
@@ -61,6 +62,7 @@ class Reducer:
         """
         self._sends = sends
         self._last = last
+        self._failed = False
         self._next = 0
         self._finished = []
         self._uses = {}
@@ -95,7 +97,7 @@ class Reducer:
             for gradients in self._all:
                 gradients.keep()
             return
-        used = self._finish(failed=False)
+        used = self._finish()
         for gradients in self._all:
             if gradients.reduced:
                 gradients.install(used[gradients], last=self._last)
@@ -106,10 +108,10 @@ class Reducer:
 
     def abandon(self) -> None:
         """This rank's backward failed: send what is left for the others to come to its end too, and forget all."""
+        self._failed = True
         if self._sends:
-            self._finish(failed=True)
-        for gradients in self._all:
-            gradients.drop()
+            self._finish()
+        self._drop_all()
 
     def _progress(self) -> None:
         """Between two gradients: what peers have sent is taken in, and makes room for the next piece."""
@@ -131,35 +133,35 @@ class Reducer:
         """Wait for a unit's reduce. Where this rank used every parameter, no agreement is needed to set `p.grad`."""
         for gradients in unit.gradients:
             gradients.finish_reduce()
-            if all(self._uses[gradients]):
+            if all(self._uses[gradients]) and not self._failed:
                 gradients.install(self._uses[gradients], last=self._last)
 
-    def _finish(self, *, failed: bool) -> dict[Gradients, list[bool]]:
+    def _finish(self) -> dict[Gradients, list[bool]]:
         """Send and complete what is left, in the order; then agree on use."""
         while self._next < len(self._order):
             self._send(self._order[self._next])
         while self._underway:
             self._complete(self._underway.pop(0))
-        return self._agree_on_use(failed=failed)
+        return self._agree_on_use()
 
-    def _agree_on_use(self, *, failed: bool) -> dict[Gradients, list[bool]]:
+    def _agree_on_use(self) -> dict[Gradients, list[bool]]:
         """For each parameter whether any rank has a gradient for it."""
         own = [use for gradients in self._all for use in self._uses[gradients]]
         if self._mesh.size == 1 or not own:
             return self._uses
         extremes = self._digest_route()
-        flags = torch.tensor([*own, failed, *extremes], dtype=torch.uint8, device=self._mesh.control_device)
+        flags = torch.tensor([*own, self._failed, *extremes], dtype=torch.uint8, device=self._mesh.control_device)
         for axis in self._mesh.axes:
             if underway := axis.combine(flags, "agree", maximum=True):
                 underway.finish()
         answers = flags.tolist()
-        if answers[len(own)] and not failed:
+        if answers[len(own)] and not self._failed:
             self._drop_all()
             raise CollectiveError(
                 "backward raised an error on another rank, whose output tells which: gradients of this micro-batch are "
                 "not complete: call optimizer.zero_grad() before training goes on."
             )
-        if extremes and not failed and [255 - byte for byte in answers[-4:]] != answers[-8:-4]:
+        if extremes and not self._failed and [255 - byte for byte in answers[-4:]] != answers[-8:-4]:
             self._drop_all()
             raise CollectiveError(
                 "ranks came through different units, or in another order, which this backend's collectives do not "
