@@ -251,3 +251,72 @@ def _strided(rank: int) -> tuple[list[float], bool]:
 def test_strided_shard_cuts_each_third() -> None:
     """recipes/tensor_parallel.py; read in torch 2.13."""
     assert run_ranks(2, _strided) == [([0, 1, 4, 5, 8, 9], True), ([2, 3, 6, 7, 10, 11], True)]
+
+
+def test_hooks_of_saved_tensors_can_be_looked_at_pushed_and_popped() -> None:
+    """sharding/saved.py; read in torch 2.13."""
+    top, push, pop = (
+        getattr(torch._C._autograd, f"_{verb}_saved_tensors_default_hooks") for verb in ("top", "push", "pop")
+    )
+    assert top(True) is None
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert top(True) == (pack, unpack)
+        push(unpack, pack)
+        assert top(True) == (unpack, pack)
+        pop()
+        assert top(True) == (pack, unpack)
+    assert top(True) is None
+
+
+def test_hooks_get_views_whose_storage_and_version_are_the_originals() -> None:
+    """sharding/saved.py: `UntypedStorage._cdata` names a storage, and a detached output shares its version."""
+    weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    seen: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.detach(), lambda t: t):
+        y = torch.sigmoid(x @ weight.t())
+    assert sum(t.untyped_storage()._cdata == weight.untyped_storage()._cdata for t in seen) == 1
+    y.detach().add_(1)
+    assert [t._version for t in seen if t.shape == y.shape] == [1]
+
+
+def test_holders_of_a_parameter_are_counted() -> None:
+    """sharding/bucket.py: `Tensor._use_count` and `torch._C._storage_Use_Count`; read in torch 2.13."""
+    flat = torch.ones(9)
+    weight = torch.nn.Parameter(flat.view(3, 3))
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    storage = flat.untyped_storage()
+
+    def counts() -> tuple[int, int]:
+        return torch._C._storage_Use_Count(storage._cdata), weight._use_count()
+
+    at_first = counts()
+    product = torch.ones(2, 3, requires_grad=True) @ weight
+    assert counts()[1] > at_first[1]
+    product.sum().backward()
+    view = weight.detach().t()
+    assert counts()[0] == at_first[0] + 1
+    del product, view
+    assert counts() == at_first
+    assert node is not None
+
+
+def test_transforms_of_torch_func_can_be_noticed() -> None:
+    """sharding/boundary.py: `torch._C._functorch.peek_interpreter_stack`; read in torch 2.13."""
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(torch._C._functorch.peek_interpreter_stack() is not None)
+        return x.sum()
+
+    look(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
+    torch.func.jacrev(look)(torch.ones(2))
+    assert seen == [False, True, True, True]

@@ -5,7 +5,8 @@ autograd takes nodes in the reverse order of their creation, and this node is th
 gradients instead would release frozen weights that are still needed for the gradients of inputs.
 
 Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: `torch._C._current_graph_task_id`
-(-1 outside backward) and `torch.autograd.Variable._execution_engine.queue_callback` (runs at the end of backward).
+(-1 outside backward), `torch.autograd.Variable._execution_engine.queue_callback` (runs at the end of backward) and
+`torch._C._functorch.peek_interpreter_stack` (None outside of torch.func's transforms).
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def mark_inputs(on_backward: Callable[[], None], args: Any, kwargs: Any, edits: 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, jvp, grad, …) is running in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def at_end_of_backward(action: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
-from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
+from onecopy.sharding.boundary import at_end_of_backward, in_backward, in_transform, mark_inputs
 from onecopy.sharding.bucket import Bucket
 from onecopy.sharding.buffers import broadcast_buffers
 from onecopy.sharding.frames import caller_of_hook, is_running
@@ -96,6 +96,7 @@ class Engine:
         self._trains = False
         self._counts = False
         self._has_looked = False
+        self._awaits_backward = False
         self._unrecorded = 0
         self._in_backward = False
         self._visited: set[Unit] = set()
@@ -166,6 +167,11 @@ class Engine:
     def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self.gathered:
             return None
+        if in_transform():
+            raise UsageError(
+                "torch.func's transforms (vmap, jvp, jacrev, …) cannot see through a sharded model, which gathers and "
+                "releases: call them inside `with onecopy.gathered(model):`, on whole parameters."
+            )
         if unit.scope is self.model:
             self._forget_interrupted()
         recomputes = in_backward()
@@ -217,6 +223,7 @@ class Engine:
         self._records = recorded
         if recorded:
             self.micro_batches.forward_begins()
+            self._awaits_backward = True
         self._count_gradients()
         self._forward.begin()
         if self._syncs_buffers and self.model.training:
@@ -287,6 +294,7 @@ class Engine:
         if self._in_backward:
             return
         self._in_backward = True
+        self._awaits_backward = False
         self._counts = self._trains and not differentiated
         self.ledger.phase = "backward"
         self._backward.begin()
@@ -398,10 +406,24 @@ class Engine:
     def before_step(self) -> None:
         """The optimizer is about to step."""
         self.come_to_rest()
+        self._refuse_nothing_to_do()
         self.versions.step_begins()
         self.ledger.phase = "step"
         self._count_gradients()
         self._step_began = perf_counter()
+
+    def _refuse_nothing_to_do(self) -> None:
+        if (
+            self._awaits_backward
+            and self._trains
+            and all(entry.sliced.grad is None for bucket in self._buckets for entry in bucket.entries)
+        ):
+            self._awaits_backward = False
+            raise UsageError(
+                "the optimizer was stepped, and backward has not come through the model since its forward: sharded "
+                "parameters get their gradients from loss.backward() alone. torch.autograd.grad(loss, parameters) and "
+                "backward(inputs=parameters) do not find them in the graph, which holds whole ones."
+            )
 
     def step_done(self, optimizer: object, state_bytes: int) -> None:
         """``optimizer``, which holds ``state_bytes`` of states, has stepped: a micro-batch is a step's first again."""

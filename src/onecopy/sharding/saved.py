@@ -64,22 +64,12 @@ class SavedWeights:
         return bool(self._buckets)
 
     def enter(self) -> Hooks | None:
-        """Put the hooks in force; whoever called leaves them. None: they are in force already.
-
-        Raises:
-            UsageError: inside a transform of `torch.func`, which allows no hooks.
-        """
+        """Put the hooks in force; whoever called leaves them. None: they are in force already."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is not None and isinstance(owner := getattr(top[0], "__self__", None), Hooks) and owner.saved is self:
             return None
         hooks = Hooks(self, top)
-        try:
-            torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
-        except RuntimeError as error:
-            raise UsageError(
-                "torch.func's transforms cannot see through a model that is sharded at stage 3. Shard at stage 2, or "
-                "call them inside `with onecopy.gathered(model):`, on whole parameters."
-            ) from error
+        torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
         return hooks
 
     def find(self, tensor: Tensor) -> _Handle | None:
