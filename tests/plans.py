@@ -1,7 +1,7 @@
 """Random plans: which rank's data leads through which blocks, in which order, and what goes wrong on the way.
 
 A plan is trained by sharded ranks and by one process that averages what each rank computes, as DDP defines it. Nothing
-here knows how onecopy schedules its messages. `python tests/plans.py --plans 1000` runs many; tests/test_plans.py a few.
+here knows how onecopy schedules its messages. `python tests/plans.py --plans 1000` runs many, tests/test_plans.py some.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.optim import SGD
 
 import onecopy
 from models import seeded, vector_batches
-from oracle import assert_same_weights, gathered_weights, part, whole_weights
 from onecopy.errors import CollectiveError
+from oracle import assert_same_weights, gathered_weights, part, whole_weights
 from ranks import run_ranks
 
 BLOCKS = 5

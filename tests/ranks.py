@@ -35,6 +35,9 @@ everywhere = pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 2), (2, 2)
 every_stage = pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 3), (2, 2), (3, 3)])
 """Every stage once, for what depends on the number of ranks as `everywhere` has shown already."""
 
+default_transport: str | None = None
+"""What `run_ranks` takes where a test says nothing; a file whose ranks diverge sets it to either, in turn."""
+
 GROUP_TIMEOUT = 25.0
 """Seconds until gloo gives a message up. Far above what any step here takes, below every test's own limit."""
 
@@ -92,6 +95,7 @@ def run_ranks(
     """
     __tracebackhide__ = True
     assert group or num_ranks == 1, "without a process group there is one rank"
+    transport = transport or default_transport
     memory = transport == "memory" if transport else num_ranks != 3
     threads = _count_threads(patience=5.0)
     assert threads == 1, f"the parent of forked ranks runs {threads} threads: compute in a rank instead"

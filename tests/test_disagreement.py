@@ -5,6 +5,7 @@ The oracle is the issue's list: which ranks, which collective, which unit, which
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +16,18 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import onecopy
+import ranks
 from models import Stack, seeded, vector_batches
+from onecopy.comm import patience
 from onecopy.errors import CollectiveTimeout, MismatchError, OnecopyError
 from oracle import OPTIMIZERS, part, train
 from ranks import RankError, run_ranks
+
+
+@pytest.fixture(autouse=True, params=["memory", "sockets"])
+def _either_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that needs no answer does not wait for one, and what that means differs by transport."""
+    monkeypatch.setattr(ranks, "default_transport", request.param)
 
 
 def _stack() -> Stack:
@@ -176,3 +185,40 @@ def test_a_block_called_in_different_numbers_by_rank_trains_or_times_out_by_name
 
     for message in run_ranks(2, run, group_timeout=2.0):
         assert message == "" or ("blocks." in message and "rank" in message)
+
+
+@pytest.mark.parametrize("where", ["backward", "step", "norm"])
+def test_a_long_wait_is_logged_once_with_what_and_whom_it_waits_for(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before the time limit; the rank goes on when the other one comes."""
+    monkeypatch.setattr(patience, "SECONDS", 1.0)
+    monkeypatch.setattr(patience, "_A_LOOK", 0.1)
+
+    def run(rank: int) -> list[str]:
+        logged: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: logged.append(record.getMessage())
+        logging.getLogger("onecopy").addHandler(handler)
+        model = onecopy.shard(_stack(), 3)
+        optimizer = SGD(model.parameters(), lr=0.1)
+
+        def late(here: str) -> None:
+            if rank == 1 and here == where:
+                time.sleep(3)
+
+        late("backward")
+        model(*part(vector_batches(1)[0], rank, 2)).backward()
+        late("norm")
+        if where == "norm":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        late("step")
+        optimizer.step()
+        return logged
+
+    waited, late = run_ranks(2, run, group_timeout=20)
+    assert late == []
+    (message,) = waited
+    what = {"backward": "reduce_scatter of unit", "step": "barrier", "norm": "norm"}[where]
+    assert what in message
+    assert "no answer from rank 1" in message

@@ -63,7 +63,7 @@ def test_one_rank_skips_what_the_other_uses(stage: int, odd: int, transport: str
 
 @TRANSPORTS
 def test_ranks_deviate_after_a_pass_that_all_shared(transport: str) -> None:
-    """First all blocks on both ranks; then rank 0 the last one only, and rank 1 the second: the values of one process."""
+    """First all blocks on both ranks; then rank 0 the last one only, and rank 1 the second: as in one process."""
     routes = [[[0, 1, 2], [0, 1, 2]], [[2], [1]], [[0], [2, 1]]]
 
     class Routed(nn.Module):

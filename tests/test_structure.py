@@ -23,7 +23,7 @@ from oracle import (
     part,
     whole_weights,
 )
-from ranks import everywhere, run_ranks
+from ranks import every_stage, everywhere, run_ranks
 
 
 class Branching(nn.Module):
@@ -63,7 +63,8 @@ def _train_branches(rank: int, num_ranks: int, stage: int, routes: list[list[lis
     assert_same_weights(gathered_weights(model), whole_weights(twin))
 
 
-@everywhere
+@every_stage
+@pytest.mark.parametrize("transport", ["memory", "sockets"])
 @pytest.mark.parametrize(
     "routes",
     [
@@ -77,9 +78,13 @@ def _train_branches(rank: int, num_ranks: int, stage: int, routes: list[list[lis
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_units_that_only_some_ranks_data_visits_train_like_twin(
-    routes: list[list[list[int]]], accumulate: int, stage: int, num_ranks: int
+    routes: list[list[list[int]]], accumulate: int, stage: int, num_ranks: int, transport: str
 ) -> None:
-    run_ranks(num_ranks, lambda rank: _train_branches(rank, num_ranks, stage, routes * accumulate, accumulate))
+    run_ranks(
+        num_ranks,
+        lambda rank: _train_branches(rank, num_ranks, stage, routes * accumulate, accumulate),
+        transport=transport,
+    )
 
 
 class InDicts(nn.Module):

@@ -214,7 +214,7 @@ def test_a_graph_of_before_a_step_is_refused(stage: int, num_ranks: int) -> None
             old = model(*batch)
             model(*batch).backward()
             optimizer.step()
-            with pytest.raises((RuntimeError, UsageError), match="modified by an inplace operation|were changed"):
+            with pytest.raises((RuntimeError, UsageError), match=r"modified by an inplace operation|were changed"):
                 old.backward()
 
     run_ranks(num_ranks, run)

@@ -82,8 +82,8 @@ class WholeParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise UsageError(
-            "a forward assigned to a parameter's .data, which would be lost: edit parameters outside of forward, inside "
-            "`with onecopy.gathered(model, write=True):`."
+            "a forward assigned to a parameter's .data, which would be lost: edit parameters outside of forward, "
+            "inside `with onecopy.gathered(model, write=True):`."
         )
 
 
@@ -347,7 +347,8 @@ class Bucket:
 
     def lay_out(self, version: int) -> None:
         """Let other ranks fetch this rank's slice."""
-        assert self._shelf is not None and self._master_shelf is not None
+        assert self._shelf is not None
+        assert self._master_shelf is not None
         self._version = version
         laid = self.master.to(self.dtypes.compute)
         if laid is not self.master:
@@ -357,7 +358,8 @@ class Bucket:
 
     def clear_shelves(self) -> None:
         """No rank fetches any more."""
-        assert self._shelf is not None and self._master_shelf is not None
+        assert self._shelf is not None
+        assert self._master_shelf is not None
         if self._shelf.laid is not None and self._shelf.laid is not self.master:
             self.meter.add("parameters_sliced", -self._shelf.laid.nbytes)
         self._shelf.clear()
@@ -436,8 +438,8 @@ class Bucket:
         for entry in self.entries:
             if trains and entry.sliced.requires_grad and not self.trainable:
                 raise UsageError(
-                    f"requires_grad of {entry.name!r} was False when onecopy.shard was called and is True now: unfreeze "
-                    f"parameters before sharding. (Freezing them afterwards is fine, also for a while.)"
+                    f"requires_grad of {entry.name!r} was False when onecopy.shard was called and is True now: "
+                    f"unfreeze parameters before sharding. (Freezing them afterwards is fine, also for a while.)"
                 )
             if entry.sliced._backward_hooks or entry.sliced._post_accumulate_grad_hooks:
                 raise UsageError(

@@ -109,6 +109,7 @@ class Engine:
         self._root = root[0]
         self._reduce_order = [unit for unit in self.units if unit is not self._root][::-1] + root
         self.versions = Versions(mesh.shard, self._buckets)
+        self.versions.lay_out()
         self.rebuild_gradients()
         for unit in self.units:
             self._attach(unit)

@@ -29,7 +29,7 @@ from onecopy.comm.outgoing import Flat, Outgoing
 from onecopy.errors import UsageError
 from onecopy.memory.strides import memory_order
 from onecopy.sharding.arrived import ArrivedGradients
-from onecopy.sharding.bucket import Bucket, Entry
+from onecopy.sharding.bucket import POISON, Bucket, Entry
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.narrow import gradient_slice
 from onecopy.sharding.pending import PendingGradient
@@ -44,7 +44,10 @@ class _Gradient:
         self.whole = entry.whole
         self.nbytes = local_of(entry.whole).nbytes
         self._spec = entry.sliced.slicing.spec
-        self.pending = PendingGradient(entry.sliced.local, entry.sliced.slicing)
+        nothing = entry.sliced.local
+        if POISON:
+            nothing = torch.full_like(nothing, torch.nan)
+        self.pending = PendingGradient(nothing, entry.sliced.slicing)
         self.arrived = False
         # A gradient that had been reduced before later micro-batches were kept.
         self.earlier: SlicedTensor | None = None

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.dtensors import dtensor_from, is_dtensor, local_of
-from onecopy.errors import UsageError
 from onecopy.sharding.bucket import Bucket
 
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]

@@ -42,7 +42,7 @@ class Versions:
                 bucket.connect(shelves[2 * position], shelves[2 * position + 1])
 
     def lay_out(self) -> None:
-        """Let other ranks read what the slices hold now. Where they are computed with in another dtype, that is a copy."""
+        """Let other ranks read what the slices hold now. Where they compute in another dtype, that is a cast copy."""
         if self._is_laid_out:
             return
         self._is_laid_out = True

@@ -104,6 +104,7 @@ def materialize(
                 for item in opened.pop(unit):
                     item.close()
                     item.store(write=True)
+    engine.versions.lay_out()
     broadcast_buffers(model, engine.mesh, all_dtypes=True)
     return model
 
