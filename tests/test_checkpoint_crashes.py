@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import onecopy
-from onecopy.checkpoint import storage
+from onecopy.checkpoint import metadata, storage
 from onecopy.checkpoint.group import Group
 from onecopy.errors import CheckpointError, CollectiveError, DamagedCheckpointError
 from oracle import gathered_weights
@@ -333,8 +333,8 @@ def test_metadata_may_name_members_of_enumerations_and_call_nothing_else() -> No
     """Python 3.11.2 pickles them by getattr. Oracle: such a pickle, written out; and one that asks for more."""
     home = "torch.distributed.checkpoint.metadata"
     member = f"cbuiltins\ngetattr\n(c{home}\n_MEM_FORMAT_ENCODING\nVTORCH_CONTIGUOUS_FORMAT\ntR."
-    found: Any = storage._ClosedUnpickler(io.BytesIO(member.encode())).load()
+    found: Any = metadata._ClosedUnpickler(io.BytesIO(member.encode())).load()
     assert found.name == "TORCH_CONTIGUOUS_FORMAT"
     evil = f"cbuiltins\ngetattr\n(c{home}\nMetadata\nV__init__\ntR."
     with pytest.raises(pickle.UnpicklingError, match="no metadata needs"):
-        storage._ClosedUnpickler(io.BytesIO(evil.encode())).load()
+        metadata._ClosedUnpickler(io.BytesIO(evil.encode())).load()

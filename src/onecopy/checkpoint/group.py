@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from onecopy.errors import CheckpointError, CollectiveError, OnecopyError
+from onecopy.untrusted import Refused, reason
 
 T = TypeVar("T")
 
@@ -114,4 +115,6 @@ _alone = Group(None)
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, Refused):
+        return str(error)
+    return f"{type(error).__name__}: {str(error) if isinstance(error, OSError) else reason(error)}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from onecopy.checkpoint.directory import find_checkpoints, is_checkpoint, read_latest
+from onecopy.checkpoint.directory import check_own, find_checkpoints, is_checkpoint, read_latest
 from onecopy.checkpoint.manifest import Manifest, check_content, check_sizes, read_manifest
 from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.checkpoint.writing import ASSET
@@ -78,11 +78,13 @@ def inspect(directory: str | Path, *, check: bool = True) -> list[Inspected]:
     if not paths:
         raise CheckpointError(f"there is no checkpoint in {str(directory)!r}")
     latest = read_latest(root.parent if single else root)
-    return [_inspect(path, path.name == latest, check) for path in paths]
+    return [_inspect(path, path.name == latest, check, own=not single) for path in paths]
 
 
-def _inspect(path: Path, latest: bool, check: bool) -> Inspected:
+def _inspect(path: Path, latest: bool, check: bool, *, own: bool) -> Inspected:
     try:
+        if own:
+            check_own(path)
         manifest = read_manifest(path)
         check_sizes(path, manifest)
         if check:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from onecopy.checkpoint.group import Group
+from onecopy.checkpoint.manifest import LARGEST
 from onecopy.checkpoint.names import Named, check_has_values, name_tensors
 from onecopy.checkpoint.optimizer import take_states
 from onecopy.checkpoint.random import pack, take_generators
@@ -19,6 +20,7 @@ from onecopy.errors import SettingsError, UsageError
 from onecopy.sharding.api import engine_of, phase_of
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.untrusted import reason
 
 
 def save(
@@ -63,8 +65,8 @@ def save(
     """
     if keep is not None and keep < 1:
         raise SettingsError(f"keep must be at least 1, the checkpoint being saved; found {keep}")
-    if step is not None and step < 0:
-        raise SettingsError(f"step must be 0 or more; found {step}")
+    if step is not None and not 0 <= step < LARGEST:
+        raise SettingsError(f"step must be 0 or more, and below 2**53; found {step}")
     group = Group.current()
     group.finish_background()
     named = name_tensors(model)
@@ -133,10 +135,9 @@ def _packed(value: Any, what: str) -> Tensor:
     try:
         return pack(value)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
         raise UsageError(
             f"{what} holds a value that a checkpoint does not keep, for loading it could run code: give numbers, "
-            f"strings, tensors, and lists, tuples and dicts of them ({reason})"
+            f"strings, tensors, and lists, tuples and dicts of them ({reason(error)})"
         ) from None
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
 import torch
 from rich.console import Console
 from torch import nn
@@ -65,7 +63,11 @@ class Keeper:
         if source is None:
             return 0
         loaded = onecopy.load(source, self._model, self._optimizer, scheduler=self._schedule)
-        saved: dict[str, Any] = loaded.extra["order"]
+        saved = loaded.extra.get("order") if isinstance(loaded.extra, dict) else None
+        if not isinstance(saved, dict) or saved.keys() != self._order.keys():
+            raise SettingsError(
+                f"{loaded.path} was not saved by onecopy train, and does not say where the data stopped"
+            )
         for key, value in self._order.items():
             if saved[key] != value:
                 raise SettingsError(
