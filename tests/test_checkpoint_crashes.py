@@ -139,14 +139,14 @@ def test_kill_9_at_every_step_of_a_save_leaves_a_whole_checkpoint(first: Path, t
     assert by_other == [1.0, 1.0]
 
 
-def test_other_ranks_say_that_they_lost_one(first: Path, tmp_path: Path) -> None:
+def test_other_ranks_say_whom_they_lost(first: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(first, tmp_path / "c")
 
     def rank_main(rank: int) -> None:
         if rank == 1:
             with Faults(0):
                 _save(rank, directory, 2.0)
-        with pytest.raises(CollectiveError, match="lost another rank while a checkpoint was saved"):
+        with pytest.raises(CollectiveError, match="rank 0 lost rank 1 while a checkpoint was saved"):
             _save(rank, directory, 2.0)
         (tmp_path / "survivor").write_text("said so")
 

@@ -42,7 +42,7 @@ def test_backend_of_a_group_has_a_name() -> None:
 def _group_limit(rank: int) -> float:
     group = torch.distributed.group.WORLD
     assert group is not None
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
 
 
 def test_backend_of_a_group_tells_its_time_limit() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import onecopy
 from onecopy.recipes.account import Account
@@ -135,7 +137,16 @@ def _make_mesh(config: Config, world: World) -> DeviceMesh | None:
     if parallel.replicate == parallel.tensor == 1:
         return None
     sizes = (parallel.replicate, world.size // parallel.replicate // parallel.tensor, parallel.tensor)
-    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    ranks = torch.arange(world.size).view(sizes)
+    # init_device_mesh would give them torch's own time limit of half an hour.
+    groups = [
+        dist.new_subgroups_by_enumeration(
+            ranks.movedim(axis, -1).reshape(-1, size).tolist(), timeout=timedelta(seconds=parallel.timeout)
+        )[0]
+        for axis, size in enumerate(sizes)
+    ]
+    names = ("replicate", "shard", "tensor")
+    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=names)
 
 
 def _activations(config: Config) -> onecopy.Activations | None:
