@@ -26,7 +26,15 @@ from typing import Final, NoReturn
 
 import torch
 
-from onecopy.errors import CheckpointError, CollectiveError, CollectiveTimeout, MismatchError, SettingsError, WriteError
+from onecopy.errors import (
+    CheckpointError,
+    CollectiveError,
+    CollectiveTimeout,
+    MismatchError,
+    NotFiniteError,
+    SettingsError,
+    WriteError,
+)
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
 from onecopy.recipes.world import join
@@ -93,10 +101,10 @@ def _be_a_rank(config: Config) -> NoReturn:
         config = resolve(config)
         check(config)
         code = _train(config)
-    except (SettingsError, MismatchError, CheckpointError) as error:
+    except (SettingsError, MismatchError, CheckpointError, NotFiniteError) as error:
         # The same on every rank of a host, or known to the first one alone.
         message, known_to_all = f"error: {error}\n" if is_first else "", True
-        code = Exit.FAILED if isinstance(error, CheckpointError) else Exit.SETTINGS
+        code = Exit.SETTINGS if isinstance(error, SettingsError | MismatchError) else Exit.FAILED
     except WriteError as error:
         message, code = f"error: {error}\n", Exit.FAILED
     except CollectiveTimeout as error:
