@@ -131,7 +131,7 @@ def test_kill_9_at_every_step_of_a_save_leaves_a_whole_checkpoint(first: Path, t
         if number % 5 == 0:
             run_ranks(2, lambda rank, directory=directory: _save(rank, directory, 3.0, keep=1))
             assert load_one(directory)[0] == 3.0
-            assert not [path for path in directory.iterdir() if path.name.startswith(".")]
+            assert not [path for path in directory.iterdir() if path.name.startswith((".saving", ".removing"))]
     # The first rank's moving of `latest` is where the new one begins to count.
     by_first, by_other = outcomes[: len(chosen)], outcomes[len(chosen) :]
     assert (by_first[0], by_first[-1]) == (1.0, 2.0)
@@ -184,7 +184,7 @@ def test_full_disk_is_an_error_on_every_rank_and_loses_nothing(small_disk: Path,
 
     for message in run_ranks(2, rank_main):
         assert "No space left on device" in message
-    assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in directory.iterdir() if path.name.startswith((".saving", ".removing"))] == []
     assert load_one(directory)[0] == 1.0
     (small_disk / "ballast").unlink()
     run_ranks(2, _save, directory, 3.0)

@@ -315,7 +315,7 @@ def test_links_are_not_followed_or_deleted_and_stop_no_save(two: Path, tmp_path:
         export(directory, tmp_path / "out")
         return tuple(sorted(path.name for path in directory.iterdir()))
 
-    assert run_ranks(1, run, group=False)[0] == ("latest", NEWER, f"{NEWER}-2")
+    assert run_ranks(1, run, group=False)[0] == (".writer", "latest", NEWER, f"{NEWER}-2")
     assert {path.name for path in Path(elsewhere).iterdir()} == {path.name for path in (two / NEWER).iterdir()}
     assert (tmp_path / "out" / "model.safetensors").is_file()
 

@@ -43,7 +43,7 @@ def test_what_is_not_finite_is_not_saved_over_what_is(what: str, tmp_path: Path)
             spoiled.local.detach().view(-1)[-1] = math.inf
         with pytest.raises(NotFiniteError) as caught:
             onecopy.save(tmp_path, model, optimizer, step=2, keep=1)
-        assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000001"]
+        assert [path.name for path in sorted(tmp_path.iterdir())] == [".writer", "latest", "step-00000001"]
         onecopy.save(tmp_path, model, optimizer, step=3, allow_not_finite=True)
         other = onecopy.shard(seeded(Stack), 3)
         onecopy.load(tmp_path / "step-00000001", other)

@@ -4,8 +4,9 @@
     DIR/step-00000200/          a whole checkpoint: it got this name by one rename, after its last byte was on the disk
     DIR/.saving-step-00000300/  one that is being written, or what a crash left of it
     DIR/.removing-.../          one that is being deleted
+    DIR/.writer                 locked by the run that saves here; see claim.py
 
-Only the first rank calls what changes names. A directory belongs to one run at a time.
+Only the first rank calls what changes names.
 """
 
 from __future__ import annotations
@@ -77,15 +78,20 @@ def newest_step(directory: Path) -> int:
 
 def begin(directory: Path, step: int) -> Path:
     """Make an empty place to write a checkpoint of ``step`` in; what earlier crashes left is cleared away."""
-    if not directory.exists():
-        directory.mkdir(parents=True)
-        sync_directory(directory.parent)
     for left in directory.iterdir():
         if left.name.startswith((_SAVING, _REMOVING)):
             remove(left)
     saving = directory / f"{_SAVING}step-{step:08d}"
     saving.mkdir()
     return saving
+
+
+def make(directory: Path) -> None:
+    """Make a directory with all its parents, each of whose names is on the disk when this returns."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
 
 
 def commit(saving: Path, manifest: bytes) -> Path:

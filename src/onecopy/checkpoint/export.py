@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint.directory import remove
-from onecopy.checkpoint.load import find_whole, read_tensors
+from onecopy.checkpoint.load import Whole, on_newest, read_tensors
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.storage import Reader
 from onecopy.checkpoint.writing import ASSET
@@ -75,7 +75,13 @@ def export(
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{str(out)!r} must be new or empty, so that nothing is overwritten")
-    found = find_whole(Path(checkpoint))
+    given = list(assets)
+    return on_newest(Path(checkpoint), lambda found: _export(found, target, dtype, file_bytes, given))
+
+
+def _export(
+    found: Whole, target: Path, dtype: torch.dtype | None, file_bytes: int, assets: Iterable[str | Path]
+) -> Exported:
     path, manifest, aliases = found.path, found.manifest, found.job["aliases"]
     saved = found.metadata.state_dict_metadata
     tensors = {
@@ -113,7 +119,7 @@ def export(
         raise
     except OSError as error:
         shutil.rmtree(making, ignore_errors=True)
-        raise SettingsError(f"cannot write {str(out)!r}: {error.strerror or error}") from None
+        raise SettingsError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
     files = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
     return Exported(path, manifest.step, files, sum(tensor.numel() for tensor in whole.values()))
 

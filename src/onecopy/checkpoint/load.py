@@ -6,11 +6,12 @@ checkpoint is named and the next older whole one taken. Then each rank reads the
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,11 @@ from onecopy.checkpoint.random import put_generators, unpack
 from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.errors import CheckpointError, DamagedCheckpointError
 from onecopy.sharding.api import phase_of
+
+T = TypeVar("T")
+
+_ATTEMPTS: Final = 20
+"""How often a newer checkpoint is looked for when the one that is read is deleted: each time a run has saved."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,23 @@ def load(
     group.finish_background()
     named = name_tensors(model)
     check_has_values(named)
-    found = find_whole(Path(directory), check=check)
+
+    def load_found(found: Whole) -> Loaded:
+        return _load(group, found, named, model, optimizer, scheduler, scaler, strict)
+
+    return on_newest(Path(directory), load_found, check=check)
+
+
+def _load(
+    group: Group,
+    found: Whole,
+    named: Named,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    scaler: Any,
+    strict: bool,
+) -> Loaded:
     path, manifest, job, metadata = found.path, found.manifest, found.job, found.metadata
     saved = {key: m for key, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     _check_fits(path, named, saved, job["aliases"], strict)
@@ -139,6 +161,22 @@ class Whole:
     skipped: tuple[str, ...]
 
 
+def on_newest(directory: Path, do: Callable[[Whole], T], *, check: bool = True) -> T:
+    """Do something with the checkpoint that `find_whole` finds. Every rank calls it.
+
+    A run that saves meanwhile may delete it in favour of a newer one; then it is done again, with that one.
+    """
+    group = Group.current()
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        found = find_whole(directory, check=check)
+        try:
+            return do(found)
+        except CheckpointError:
+            if found.path == directory or not attempts_left or not _is_gone(group, found.path):
+                raise
+    raise AssertionError
+
+
 def find_whole(directory: Path, *, check: bool = True) -> Whole:
     """The checkpoint that is to be loaded from a directory, or the one that is given. Every rank calls it.
 
@@ -148,23 +186,36 @@ def find_whole(directory: Path, *, check: bool = True) -> Whole:
     """
     group = Group.current()
     single = group.on_first("looking for checkpoints", lambda: is_checkpoint(directory))
-    paths = [directory] if single else group.on_first("looking for checkpoints", lambda: find_checkpoints(directory))
+
+    def look() -> list[Path]:
+        return [directory] if single else group.on_first("looking for checkpoints", lambda: find_checkpoints(directory))
+
+    paths, searches = look(), 1
     if not paths:
         raise CheckpointError(f"there is no checkpoint in {str(directory)!r}")
     skipped: list[str] = []
-    for path in paths:
+    while paths:
+        path = paths.pop(0)
         try:
             manifest = check_whole(path, check=check, own=not single)
             job, reader = _read_small(group, path)
         except DamagedCheckpointError as error:
             if single:
                 raise
-            skipped.append(str(error))
+            if searches < _ATTEMPTS and _is_gone(group, path):
+                # Not damaged, but deleted by a run that has saved a newer one.
+                paths, skipped, searches = look(), [], searches + 1
+            else:
+                skipped.append(str(error))
             continue
         if skipped and group.rank == 0:
             warnings.warn(f"loading {path}, since these are damaged:\n" + "\n".join(skipped), stacklevel=3)
         return Whole(path, manifest, job, reader.read_metadata(), reader, tuple(skipped))
     raise CheckpointError(f"no checkpoint in {str(directory)!r} is whole:\n" + "\n".join(skipped))
+
+
+def _is_gone(group: Group, path: Path) -> bool:
+    return group.on_first("looking for a checkpoint", lambda: not os.path.lexists(path))
 
 
 def check_whole(path: Path, *, check: bool = True, own: bool = False) -> Manifest:

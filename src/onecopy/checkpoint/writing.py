@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 import onecopy
+from onecopy.checkpoint.claim import claim
 from onecopy.checkpoint.directory import abandon, begin, commit, keep_newest, newest_step, next_sequence
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.manifest import JOB, FileEntry, Manifest
@@ -146,9 +147,10 @@ def write(
 
 
 def _begin(directory: Path, step: int | None) -> tuple[int, int, Path]:
-    sequence = next_sequence(directory) if directory.exists() else 1
+    claim(directory)
+    sequence = next_sequence(directory)
     if step is None:
-        step = newest_step(directory) + 1 if directory.exists() else 1
+        step = newest_step(directory) + 1
     return step, sequence, begin(directory, step)
 
 

@@ -10,7 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 import onecopy
+from onecopy.checkpoint.claim import claim
 from onecopy.checkpoint.directory import find_checkpoints
+from onecopy.checkpoint.group import Group
 from onecopy.errors import SettingsError
 from onecopy.recipes.config import Config
 from onecopy.recipes.tokenizer import tokenizer_files
@@ -57,9 +59,14 @@ class Keeper:
     def resume(self) -> int:
         """Go on from a checkpoint, if the config says so and there is one. Returns the step it is of, else 0.
 
+        From here on no other run may save where this one does.
+
         Raises:
+            CheckpointError: if another run does already; it says which.
             SettingsError: if the data would not go on where it stopped.
         """
+        if self._settings.save_every:
+            Group.current().on_first("beginning a run", lambda: claim(self._directory))
         source = self._source()
         if source is None:
             return 0

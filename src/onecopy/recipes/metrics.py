@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,6 +72,8 @@ class JsonLines:
                 line.setdefault(whole, {})[part] = _json_number(value)
             else:
                 line[name] = _json_number(value)
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "metrics.jsonl was deleted while the run went on")
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
