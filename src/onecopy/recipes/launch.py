@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from enum import IntEnum
@@ -132,6 +131,8 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from onecopy.recipes.loopback import BACKEND, register
+
     # The agent's log would bury what the ranks say.
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
@@ -141,14 +142,15 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     if sys.platform == "linux":
         # All ranks are on this host, whose own name may lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory(prefix="onecopy-launch-") as logs:
-        options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", f"--log-dir={logs}"]
-        try:
-            run.run(run.parse_args([*options, "-m", "onecopy.cli.main", *arguments]))
-        except SignalException as error:
-            return 128 + error.sigval
-        except ChildFailedError as error:
-            return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
+    register()
+    # Without a directory for logs nothing is left behind, however this process ends.
+    options = [f"--rdzv-backend={BACKEND}", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    try:
+        run.run(run.parse_args([*options, f"--log-dir={os.devnull}", "-m", "onecopy.cli.main", *arguments]))
+    except SignalException as error:
+        return 128 + error.sigval
+    except ChildFailedError as error:
+        return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
     return Exit.DONE
 
 
