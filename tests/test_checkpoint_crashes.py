@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import onecopy
-from onecopy.checkpoint import storage
+from onecopy.checkpoint import metadata, storage
 from onecopy.checkpoint.group import Group
 from onecopy.errors import CheckpointError, CollectiveError, DamagedCheckpointError
 from oracle import gathered_weights
@@ -131,7 +131,7 @@ def test_kill_9_at_every_step_of_a_save_leaves_a_whole_checkpoint(first: Path, t
         if number % 5 == 0:
             run_ranks(2, lambda rank, directory=directory: _save(rank, directory, 3.0, keep=1))
             assert load_one(directory)[0] == 3.0
-            assert not [path for path in directory.iterdir() if path.name.startswith(".")]
+            assert not [path for path in directory.iterdir() if path.name.startswith((".saving", ".removing"))]
     # The first rank's moving of `latest` is where the new one begins to count.
     by_first, by_other = outcomes[: len(chosen)], outcomes[len(chosen) :]
     assert (by_first[0], by_first[-1]) == (1.0, 2.0)
@@ -139,14 +139,14 @@ def test_kill_9_at_every_step_of_a_save_leaves_a_whole_checkpoint(first: Path, t
     assert by_other == [1.0, 1.0]
 
 
-def test_other_ranks_say_that_they_lost_one(first: Path, tmp_path: Path) -> None:
+def test_other_ranks_say_whom_they_lost(first: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(first, tmp_path / "c")
 
     def rank_main(rank: int) -> None:
         if rank == 1:
             with Faults(0):
                 _save(rank, directory, 2.0)
-        with pytest.raises(CollectiveError, match="lost another rank while a checkpoint was saved"):
+        with pytest.raises(CollectiveError, match="rank 0 lost rank 1 while a checkpoint was saved"):
             _save(rank, directory, 2.0)
         (tmp_path / "survivor").write_text("said so")
 
@@ -184,7 +184,7 @@ def test_full_disk_is_an_error_on_every_rank_and_loses_nothing(small_disk: Path,
 
     for message in run_ranks(2, rank_main):
         assert "No space left on device" in message
-    assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in directory.iterdir() if path.name.startswith((".saving", ".removing"))] == []
     assert load_one(directory)[0] == 1.0
     (small_disk / "ballast").unlink()
     run_ranks(2, _save, directory, 3.0)
@@ -333,8 +333,8 @@ def test_metadata_may_name_members_of_enumerations_and_call_nothing_else() -> No
     """Python 3.11.2 pickles them by getattr. Oracle: such a pickle, written out; and one that asks for more."""
     home = "torch.distributed.checkpoint.metadata"
     member = f"cbuiltins\ngetattr\n(c{home}\n_MEM_FORMAT_ENCODING\nVTORCH_CONTIGUOUS_FORMAT\ntR."
-    found: Any = storage._ClosedUnpickler(io.BytesIO(member.encode())).load()
+    found: Any = metadata._ClosedUnpickler(io.BytesIO(member.encode())).load()
     assert found.name == "TORCH_CONTIGUOUS_FORMAT"
     evil = f"cbuiltins\ngetattr\n(c{home}\nMetadata\nV__init__\ntR."
     with pytest.raises(pickle.UnpicklingError, match="no metadata needs"):
-        storage._ClosedUnpickler(io.BytesIO(evil.encode())).load()
+        metadata._ClosedUnpickler(io.BytesIO(evil.encode())).load()

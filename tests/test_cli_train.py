@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,10 +183,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 @contextmanager
 def long_run(directory: Path, **more: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """A run that would take hours, once it trains: its launcher, and the pids of its ranks.
-
-    Its temporary files, which a killed launcher leaves behind, go where pytest clears them away.
-    """
+    """A run that would take hours, once it trains: its launcher, and the pids of its ranks."""
     arguments = ["train", *TINY, "--steps=1000000", "--save-every=40", "--directory", str(directory)]
     launcher = subprocess.Popen(
         [*COMMAND, *arguments],
@@ -233,15 +231,43 @@ def test_ctrl_c_ends_all_cleanly(tmp_path: Path) -> None:
     assert records[-1]["step"] == summary["steps"]
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses on which a process listens, as the kernel writes them."""
+    own = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    rows = [
+        row.split()
+        for table in ("tcp", "tcp6")
+        for row in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    waiting = "0A"
+    return {row[1].partition(":")[0] for row in rows if row[3] == waiting and f"socket:[{row[9]}]" in own}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find the ranks")
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_listen_on_loopback_alone_and_do_not_outlive_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """Oracle: the kernel's table of sockets. Nor is a temporary file left."""
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
     with long_run(tmp_path / "run") as (launcher, ranks):
+        seen = [listening(pid) for pid in (launcher.pid, *ranks)]
+        assert seen[0]
+        assert set().union(*seen) <= loopback
         launcher.kill()
         launcher.wait()
         deadline = time.monotonic() + 20
         while any(Path(f"/proc/{pid}").exists() for pid in ranks):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to find the ranks")
+def test_a_run_whose_directory_is_deleted_does_not_end_well(tmp_path: Path) -> None:
+    with long_run(tmp_path / "run") as (launcher, _):
+        shutil.rmtree(tmp_path / "run")
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert "was deleted" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_failing_rank_shows_its_own_error(tmp_path: Path) -> None:

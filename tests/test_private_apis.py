@@ -42,7 +42,7 @@ def test_backend_of_a_group_has_a_name() -> None:
 def _group_limit(rank: int) -> float:
     group = torch.distributed.group.WORLD
     assert group is not None
-    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return group._get_backend(group._device_types[0]).options._timeout.total_seconds()
 
 
 def test_backend_of_a_group_tells_its_time_limit() -> None:
@@ -73,16 +73,21 @@ def test_checkpointable_protocol_is_what_sliced_tensors_implement() -> None:
 
 def test_file_system_of_checkpoints_can_be_replaced(tmp_path: Path) -> None:
     """checkpoint/storage.py and checkpoint/pretrained.py; read in torch 2.13."""
-    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     assert type(FileSystemWriter(tmp_path).fs) is FileSystem
     assert type(HuggingFaceStorageReader(str(tmp_path)).fs) is FileSystem
     assert {"create_stream", "rename", "ls"} <= set(vars(FileSystem))
+    reader = FileSystemReader(tmp_path)
+    assert type(reader.fs) is FileSystem
+    (tmp_path / "file").write_bytes(b"abcdef")
+    with (tmp_path / "file").open("rb") as file:
+        assert reader._slice_file(file, _StorageInfo("file", 2, 3)).read() == b"cde"
 
 
 def test_metadata_of_checkpoints_is_pickled_from_the_allowed_classes(tmp_path: Path) -> None:
-    """checkpoint/storage.py: what plain DCP writes can be read by the closed list."""
+    """checkpoint/metadata.py: what plain DCP writes can be read by the closed list."""
     import torch.distributed.checkpoint as dcp
 
     from onecopy.checkpoint.storage import Reader

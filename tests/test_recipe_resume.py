@@ -50,7 +50,12 @@ def test_resumed_job_writes_what_the_unbroken_one_wrote(
     }
     expected, summary = run(tmp_path / "whole", text, 2, **settings)
     checkpoints = tmp_path / "whole" / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step-00000006", "step-00000009"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        ".writer",
+        "latest",
+        "step-00000006",
+        "step-00000009",
+    ]
     assert (summary["steps"], summary["resumed_at"]) == (9, 0)
     assert summary["checkpoint"] == str(checkpoints / "step-00000009")
 

@@ -44,5 +44,9 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint is incomplete or its bytes changed. The message names it and what is wrong with it."""
 
 
+class NotFiniteError(OnecopyError, ArithmeticError):
+    """Losses, gradients, weights or optimizer states hold nan or inf. Names the first of them, and the rank."""
+
+
 class WriteError(OnecopyError, OSError):
     """A file that a run leaves behind could not be written: a disk is full, for instance. Names the file."""

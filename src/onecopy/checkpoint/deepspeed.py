@@ -12,22 +12,26 @@ code: they are unpickled with `weights_only`, and the few classes of DeepSpeed i
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from onecopy.checkpoint.deepspeed_layout import FlatStates, Place, find_places, join
+from onecopy.checkpoint.manifest import LARGEST
 from onecopy.checkpoint.random import pack
 from onecopy.checkpoint.storage import LazyTensor
+from onecopy.checkpoint.values import load_values
 from onecopy.checkpoint.writing import Contents, write
 from onecopy.errors import CheckpointError
+from onecopy.untrusted import LONGEST_NAME, plain_name, plain_size, read_plain, reason
 
 _OPTIM: Final = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _ALLOWED: Final = (
@@ -73,42 +77,46 @@ def import_deepspeed(directory: str | Path, out: str | Path) -> Imported:
             pipeline parallel, experts, states offloaded to NVMe.
     """
     tag = _find_tag(Path(directory))
-    optim = [_open(path)["optimizer_state_dict"] for path in _optim_files(tag)]
-    stage, ranks = _stage(tag, optim)
-    model = [_open(path) for path in _model_files(tag, stage, ranks)]
-    flat = _flat(tag, optim, stage)
-    places = find_places(model[0]["param_shapes"], ranks, stage)
-    groups = [list(shapes) for shapes in model[0]["param_shapes"]]
+    with _expecting(tag):
+        optim = [_open(path)["optimizer_state_dict"] for path in _optim_files(tag)]
+        stage, ranks = _stage(tag, optim)
+        model = [_open(path) for path in _model_files(tag, stage, ranks)]
+        flat = _flat(tag, optim, stage)
+        places = find_places(model[0]["param_shapes"], ranks, stage)
+        groups = [list(shapes) for shapes in model[0]["param_shapes"]]
 
-    def lazy(place: Place, make: Callable[[Place], Tensor]) -> LazyTensor:
-        return LazyTensor(place.shape, torch.float32, partial(make, place))
+        def lazy(place: Place, make: Callable[[Place], Tensor]) -> LazyTensor:
+            return LazyTensor(place.shape, torch.float32, partial(make, place))
 
-    tensors: dict[str, Any] = {name: lazy(place, flat.weight) for name, place in places.items()}
-    if stage == 3:
-        for name, shape in (model[0].get("frozen_param_shapes") or {}).items():
-            parts = [rank["frozen_param_fragments"][name] for rank in model]
-            tensors[name] = LazyTensor(shape, parts[0].dtype, partial(join, parts, shape))
-    tied = dict(model[0].get("shared_params") or {})
-    buffers = set(model[0].get("buffer_names") or [])
-    for name, value in model[0]["module"].items():
-        # Frozen weights are whole at stages 1 and 2, as buffers are at any.
-        if name not in tensors and name not in tied and (stage != 3 or name in buffers):
-            tensors[name] = LazyTensor(value.shape, value.dtype, value.clone)
-    parameters = sum(tensor.shape.numel() for name, tensor in tensors.items() if name not in buffers)
-    states = {
-        name: {key: lazy(place, partial(flat.state, key)) for key in flat.state_names} for name, place in places.items()
-    }
-    job = {
-        "aliases": tied,
-        "objects": {},
-        "optimizer": flat.describe(groups),
-        "extra": None,
-    }
-    step = int(model[0].get("global_steps") or 0)
-    facts = {"sharded_by": "DeepSpeed", "deepspeed": model[0].get("ds_version"), "stage": stage, "shard": ranks}
-    contents: Contents = {"model": tensors, "optimizer": {"state": states}}
-    aliases = {f"model.{alias}": f"model.{name}" for alias, name in tied.items()}
-    packed = pack(job).numpy().tobytes()
+        tensors: dict[str, Any] = {name: lazy(place, flat.weight) for name, place in places.items()}
+        if stage == 3:
+            for name, shape in (model[0].get("frozen_param_shapes") or {}).items():
+                parts = [rank["frozen_param_fragments"][name] for rank in model]
+                tensors[name] = LazyTensor(shape, parts[0].dtype, partial(join, parts, shape))
+        tied = dict(model[0].get("shared_params") or {})
+        buffers = set(model[0].get("buffer_names") or [])
+        for name, value in model[0]["module"].items():
+            # Frozen weights are whole at stages 1 and 2, as buffers are at any.
+            if name not in tensors and name not in tied and (stage != 3 or name in buffers):
+                tensors[name] = LazyTensor(value.shape, value.dtype, value.clone)
+        parameters = sum(tensor.shape.numel() for name, tensor in tensors.items() if name not in buffers)
+        states = {
+            name: {key: lazy(place, partial(flat.state, key)) for key in flat.state_names}
+            for name, place in places.items()
+        }
+        job = {
+            "aliases": tied,
+            "objects": {},
+            "optimizer": flat.describe(groups),
+            "extra": None,
+        }
+        step = int(model[0].get("global_steps") or 0)
+        if not 0 <= step < LARGEST:
+            raise CheckpointError(f"{tag}: its number of steps is {step}")
+        facts = {"sharded_by": "DeepSpeed", "deepspeed": model[0].get("ds_version"), "stage": stage, "shard": ranks}
+        contents: Contents = {"model": tensors, "optimizer": {"state": states}}
+        aliases = {f"model.{alias}": f"model.{name}" for alias, name in tied.items()}
+        packed = pack(job).numpy().tobytes()
     saving = write(Path(out), contents, aliases, packed, {}, step=step, saved_by={**facts, "parameters": parameters})
     return Imported(saving.wait(), step, stage, ranks, parameters)
 
@@ -116,10 +124,25 @@ def import_deepspeed(directory: str | Path, out: str | Path) -> Imported:
 # --- files
 
 
+@contextmanager
+def _expecting(what: Path) -> Iterator[None]:
+    """Inside the block, values of ``what`` are taken for what DeepSpeed writes; it is one message if they are not."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError, AssertionError) as error:
+        found = f"there is no {error}" if isinstance(error, KeyError) else reason(error)
+        raise CheckpointError(f"{what} does not hold what DeepSpeed writes: {found}") from None
+
+
 def _find_tag(directory: Path) -> Path:
     latest = directory / "latest"
-    tag = directory / latest.read_text(encoding="utf-8").strip() if latest.is_file() else directory
-    if not tag.is_dir():
+    tag = directory
+    if os.path.lexists(latest):
+        try:
+            tag = directory / plain_name(read_plain(latest, LONGEST_NAME + 1).decode().strip())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{str(latest)!r} names no checkpoint of DeepSpeed: {reason(error)}") from None
+    if not tag.is_dir() or (tag != directory and tag.is_symlink()):
         raise CheckpointError(f"there is no checkpoint of DeepSpeed in {str(tag)!r}")
     return tag
 
@@ -148,18 +171,15 @@ def _model_files(tag: Path, stage: int, ranks: int) -> list[Path]:
 
 def _open(path: Path) -> dict[str, Any]:
     try:
-        with torch.serialization.safe_globals(_STAND_INS):
-            content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            return content
-    except UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = f"an object of {found[1]}" if found else "an object"
-        raise CheckpointError(
-            f"{path} holds {what}, which could run code when it is loaded and is not read; take it out of the client "
-            f"state, or out of the optimizer, and save again"
-        ) from None
-    except (RuntimeError, OSError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        plain_size(path)
+        content = load_values(path, mmap=True, stand_ins=_STAND_INS)
+    except (OSError, ValueError) as error:
+        found = reason(error)
+        hint = "; take it out of the client state, or of the optimizer, and save again" if "run code" in found else ""
+        raise CheckpointError(f"{path} cannot be read: {found}{hint}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold what DeepSpeed writes: found {type(content).__name__}")
+    return content
 
 
 def _stage(tag: Path, optim: Sequence[Mapping[str, Any]]) -> tuple[int, int]:

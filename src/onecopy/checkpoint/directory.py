@@ -4,8 +4,9 @@
     DIR/step-00000200/          a whole checkpoint: it got this name by one rename, after its last byte was on the disk
     DIR/.saving-step-00000300/  one that is being written, or what a crash left of it
     DIR/.removing-.../          one that is being deleted
+    DIR/.writer                 locked by the run that saves here; see claim.py
 
-Only the first rank calls what changes names. A directory belongs to one run at a time.
+Only the first rank calls what changes names.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from onecopy.checkpoint.manifest import MANIFEST, check_sizes, read_manifest, write_synced
+from onecopy.checkpoint.manifest import LARGEST, MANIFEST, check_sizes, read_manifest, write_synced
 from onecopy.errors import CheckpointError, DamagedCheckpointError
+from onecopy.untrusted import LONGEST_NAME, read_plain
 
 LATEST: Final = "latest"
 _SAVING: Final = ".saving-"
@@ -44,30 +46,52 @@ def find_checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.name == latest, _sequence(path), path.name), reverse=True)
 
 
+def check_own(path: Path) -> None:
+    """Raise `DamagedCheckpointError` if what a directory lists as a checkpoint is a link to somewhere else."""
+    if path.is_symlink():
+        raise DamagedCheckpointError(f"{path}: it is a link, which is not followed; to load it, give its own path")
+
+
 def read_latest(directory: Path) -> str | None:
     """The name in `latest`, None if there is none."""
     try:
-        return (directory / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        return read_plain(directory / LATEST, LONGEST_NAME + 1).decode().strip()
+    except (OSError, ValueError):
         return None
 
 
 def next_sequence(directory: Path) -> int:
     """The number of the next save into ``directory``."""
-    return max([0, *(_sequence(path) for path in find_checkpoints(directory))]) + 1
+    newest = max([0, *(_sequence(path) for path in find_checkpoints(directory))])
+    # A manifest of a stranger's must not make ours one that cannot be read.
+    return min(newest + 1, LARGEST - 1)
+
+
+def newest_step(directory: Path) -> int:
+    """The step of the checkpoint that `load` would try first of those that can be read; 0 if there is none."""
+    for path in find_checkpoints(directory):
+        with suppress(DamagedCheckpointError):
+            check_own(path)
+            return read_manifest(path).step
+    return 0
 
 
 def begin(directory: Path, step: int) -> Path:
     """Make an empty place to write a checkpoint of ``step`` in; what earlier crashes left is cleared away."""
-    if not directory.exists():
-        directory.mkdir(parents=True)
-        sync_directory(directory.parent)
     for left in directory.iterdir():
         if left.name.startswith((_SAVING, _REMOVING)):
-            shutil.rmtree(left)
+            remove(left)
     saving = directory / f"{_SAVING}step-{step:08d}"
     saving.mkdir()
     return saving
+
+
+def make(directory: Path) -> None:
+    """Make a directory with all its parents, each of whose names is on the disk when this returns."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
 
 
 def commit(saving: Path, manifest: bytes) -> Path:
@@ -83,7 +107,7 @@ def commit(saving: Path, manifest: bytes) -> Path:
     directory = saving.parent
     name = saving.name.removeprefix(_SAVING)
     final, attempt = directory / name, 1
-    while final.exists():
+    while os.path.lexists(final):
         attempt += 1
         final = directory / f"{name}-{attempt}"
     saving.rename(final)
@@ -93,6 +117,14 @@ def commit(saving: Path, manifest: bytes) -> Path:
     moved.replace(directory / LATEST)
     sync_directory(directory)
     return final
+
+
+def remove(path: Path) -> None:
+    """Delete a directory with all in it. Of a link the link alone is deleted, whatever it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def abandon(saving: Path) -> None:
@@ -126,6 +158,9 @@ def sync_directory(path: Path) -> None:
 
 
 def _looks_whole(path: Path) -> bool:
+    # What a link leads to is not this run's to delete.
+    if path.is_symlink():
+        return False
     try:
         check_sizes(path, read_manifest(path))
     except DamagedCheckpointError:
@@ -135,5 +170,5 @@ def _looks_whole(path: Path) -> bool:
 
 def _sequence(path: Path) -> int:
     with suppress(DamagedCheckpointError):
-        return read_manifest(path).sequence
+        return -1 if path.is_symlink() else read_manifest(path).sequence
     return -1

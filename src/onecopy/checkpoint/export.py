@@ -9,19 +9,24 @@ Tied weights are written once, under their first name, as `save_pretrained` does
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from onecopy.checkpoint.load import find_whole, read_tensors
-from onecopy.checkpoint.storage import Reader, read_job
+from onecopy.checkpoint.directory import remove
+from onecopy.checkpoint.load import Whole, on_newest, read_tensors
+from onecopy.checkpoint.manifest import Manifest
+from onecopy.checkpoint.storage import Reader
 from onecopy.checkpoint.writing import ASSET
-from onecopy.errors import SettingsError
+from onecopy.errors import CheckpointError, DamagedCheckpointError, SettingsError
+from onecopy.untrusted import Refused, open_plain, plain_name, read_json
 
 DTYPES: Final = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -70,10 +75,15 @@ def export(
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{str(out)!r} must be new or empty, so that nothing is overwritten")
-    path, manifest, _ = find_whole(Path(checkpoint))
-    reader = Reader(path)
-    saved = reader.read_metadata().state_dict_metadata
-    aliases = read_job(path)["aliases"]
+    given = list(assets)
+    return on_newest(Path(checkpoint), lambda found: _export(found, target, dtype, file_bytes, given))
+
+
+def _export(
+    found: Whole, target: Path, dtype: torch.dtype | None, file_bytes: int, assets: Iterable[str | Path]
+) -> Exported:
+    path, manifest, aliases = found.path, found.manifest, found.job["aliases"]
+    saved = found.metadata.state_dict_metadata
     tensors = {
         key.removeprefix("model."): metadata
         for key, metadata in saved.items()
@@ -81,31 +91,60 @@ def export(
     }
     whole = {name: _empty(metadata, dtype) for name, metadata in tensors.items() if name not in aliases}
     groups = _split(whole, file_bytes)
+    kept = _kept(path, manifest)
     making = target.with_name(f".exporting-{target.name}")
-    shutil.rmtree(making, ignore_errors=True)
     try:
+        if os.path.lexists(making):
+            remove(making)
         making.mkdir(parents=True)
         names = _file_names(len(groups))
         for name, group in zip(names, groups, strict=True):
-            _write_file(Reader(path), making / name, {key: whole[key] for key in group})
+            _write_file(found.reader, making / name, {key: whole[key] for key in group})
         if len(groups) > 1:
             places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
             total = {"total_size": sum(tensor.nbytes for tensor in whole.values())}
             index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
             (making / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
-        kept = {name.removeprefix(ASSET): path / name for name in manifest.files if name.startswith(ASSET)}
-        for name, source in {**kept, **{Path(file).name: Path(file) for file in assets}}.items():
-            shutil.copyfile(source, making / name)
+        given: dict[str, Callable[[], BinaryIO]] = {Path(file).name: partial(_open, Path(file)) for file in assets}
+        for name, open_source in {**kept, **given}.items():
+            with open_source() as source, (making / name).open("xb") as copy:
+                shutil.copyfileobj(source, copy)
         if dtype is not None and (making / "config.json").exists():
             _set_dtype(making / "config.json", dtype)
         if target.exists():
             target.rmdir()
         making.rename(target)
+    except CheckpointError:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(making, ignore_errors=True)
-        raise SettingsError(f"cannot write {str(out)!r}: {error.strerror or error}") from None
+        raise SettingsError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
     files = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
     return Exported(path, manifest.step, files, sum(tensor.numel() for tensor in whole.values()))
+
+
+def _kept(checkpoint: Path, manifest: Manifest) -> dict[str, Callable[[], BinaryIO]]:
+    """Files that were saved to be put beside the weights: for each name, what opens it.
+
+    Raises:
+        DamagedCheckpointError: if one would take a weights file's place, or lie elsewhere.
+    """
+    kept: dict[str, Callable[[], BinaryIO]] = {}
+    for file in manifest.files:
+        if file.startswith(ASSET):
+            try:
+                name = plain_name(file.removeprefix(ASSET))
+            except Refused as error:
+                raise DamagedCheckpointError(f"{checkpoint}: {error}") from None
+            if name.endswith((".safetensors", ".safetensors.index.json")):
+                raise DamagedCheckpointError(f"{checkpoint}: it keeps a file {name!r}, which export itself writes")
+            kept[name] = partial(open_plain, checkpoint / file)
+    return kept
+
+
+def _open(path: Path) -> BinaryIO:
+    return path.open("rb")
 
 
 def _empty(metadata: TensorStorageMetadata, dtype: torch.dtype | None) -> torch.Tensor:
@@ -145,7 +184,12 @@ def _write_file(reader: Reader, file: Path, like: Mapping[str, torch.Tensor]) ->
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
-    settings = json.loads(config.read_text(encoding="utf-8"))
+    try:
+        settings = read_json(config)
+        if not isinstance(settings, dict):
+            raise Refused("it is no table")
+    except Refused as error:
+        raise CheckpointError(f"config.json cannot be told its new dtype: {error}") from None
     settings.pop("torch_dtype", None)
     settings["dtype"] = _NAMES[dtype]
     config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -2,17 +2,25 @@
 
 A save in the background exchanges plans and results while the training's collectives run; on one group gloo would pair
 them with each other. So checkpoints have their own, made at their first use and kept as long as the default one lives.
+It has the default group's time limit.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from onecopy.checkpoint.messages import swap
+from onecopy.comm.backends import control_device, time_limit
+from onecopy.comm.ledger import Ledger
+from onecopy.comm.mesh import make_mesh
 from onecopy.errors import CheckpointError, CollectiveError, OnecopyError
+from onecopy.memory.staging import Staging
+from onecopy.untrusted import Refused, reason
 
 T = TypeVar("T")
 
@@ -43,37 +51,37 @@ class Group:
             return _alone
         group = _groups.get(world)
         if group is None:
-            handle = dist.new_group(backend="gloo", group_desc="onecopy checkpoints")
-            assert isinstance(handle, dist.ProcessGroup)
-            group = _groups[world] = Group(handle)
+            group = _groups[world] = Group(_make_group(world))
         return group
 
     def exchange(self, value: T) -> list[T]:
         """Every rank's value, in order of ranks."""
-        if self.handle is None:
-            return [value]
-        values: list[T] = [value] * self.size
-        self._guarded(lambda: dist.all_gather_object(values, value, group=self.handle))
-        return values
+        others = self._others()
+        received = self._swap(dict.fromkeys(others, value), others)
+        return [received.get(rank, value) for rank in range(self.size)]
 
     def scatter(self, values: list[T] | None) -> T:
         """This rank's of the values that the first rank gives."""
-        if self.handle is None:
+        if self.rank == 0:
             assert values is not None
+            self._swap({rank: values[rank] for rank in self._others()}, ())
             return values[0]
-        out: list[T | None] = [None]
-        self._guarded(
-            lambda: dist.scatter_object_list(out, values if self.rank == 0 else None, group=self.handle, group_src=0)
-        )
-        return out[0]  # type: ignore[return-value]
+        found: T = self._swap({}, [0])[0]
+        return found
 
     def gather(self, value: T) -> list[T] | None:
         """Every rank's value on the first rank, None on others."""
-        if self.handle is None:
-            return [value]
-        values: list[T] | None = [value] * self.size if self.rank == 0 else None
-        self._guarded(lambda: dist.gather_object(value, values, group=self.handle, group_dst=0))
-        return values
+        if self.rank:
+            self._swap({0: value}, ())
+            return None
+        received = self._swap({}, self._others())
+        return [received.get(rank, value) for rank in range(self.size)]
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _swap(self, given: Mapping[int, Any], sources: Iterable[int]) -> dict[int, Any]:
+        return swap(self.handle, given, sources) if self.handle is not None else {}
 
     def together(self, what: str, do: Callable[[], T]) -> list[T]:
         """Do something on every rank; what each returned, if it worked everywhere.
@@ -100,18 +108,28 @@ class Group:
         """Do something on the first rank; what it returned, on every rank. Errors as in `together`."""
         return self.together(what, lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
-    def _guarded(self, collective: Callable[[], object]) -> None:
-        try:
-            collective()
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"rank {self.rank} lost another rank while a checkpoint was saved or loaded; that rank's own output "
-                f"says why. Checkpoints saved before are untouched."
-            ) from error
+
+def _make_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    # Making a group cannot say who is missing; this does.
+    if control_device(world).type == "cpu":
+        others = [rank for rank in range(world.size()) if rank != world.rank()]
+        swap(world, dict.fromkeys(others), others)
+    else:
+        axis = make_mesh(None, shards=True, ledger=Ledger(), staging=Staging()).shard
+        if meeting := axis.combine(torch.zeros(1, device=axis.control_device), "agree"):
+            meeting.finish()
+    try:
+        handle = dist.new_group(backend="gloo", timeout=time_limit(world), group_desc="onecopy checkpoints")
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks could not meet to save or load a checkpoint: {reason(error)}") from error
+    assert isinstance(handle, dist.ProcessGroup)
+    return handle
 
 
 _alone = Group(None)
 
 
 def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    if isinstance(error, Refused):
+        return str(error)
+    return f"{type(error).__name__}: {str(error) if isinstance(error, OSError) else reason(error)}"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from onecopy.checkpoint.directory import find_checkpoints, is_checkpoint, read_latest
+from onecopy.checkpoint.directory import check_own, find_checkpoints, is_checkpoint, read_latest
 from onecopy.checkpoint.manifest import Manifest, check_content, check_sizes, read_manifest
 from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.checkpoint.writing import ASSET
 from onecopy.errors import CheckpointError, DamagedCheckpointError
+
+_ATTEMPTS: Final = 20
+"""How often the directory is listed when all that it had was deleted meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +78,23 @@ def inspect(directory: str | Path, *, check: bool = True) -> list[Inspected]:
     """
     root = Path(directory)
     single = is_checkpoint(root)
-    paths = [root] if single else find_checkpoints(root)
-    if not paths:
-        raise CheckpointError(f"there is no checkpoint in {str(directory)!r}")
-    latest = read_latest(root.parent if single else root)
-    return [_inspect(path, path.name == latest, check) for path in paths]
+    for _ in range(_ATTEMPTS):
+        paths = [root] if single else find_checkpoints(root)
+        if not paths:
+            raise CheckpointError(f"there is no checkpoint in {str(directory)!r}")
+        latest = read_latest(root.parent if single else root)
+        found = [_inspect(path, path.name == latest, check, own=not single) for path in paths]
+        # What a run that saves has deleted meanwhile is not damaged; and there is a newer one.
+        there = [one for one in found if one.damage is None or os.path.lexists(one.path)]
+        if there or single:
+            return there or found
+    raise CheckpointError(f"each checkpoint in {str(directory)!r} was deleted before it could be looked at")
 
 
-def _inspect(path: Path, latest: bool, check: bool) -> Inspected:
+def _inspect(path: Path, latest: bool, check: bool, *, own: bool) -> Inspected:
     try:
+        if own:
+            check_own(path)
         manifest = read_manifest(path)
         check_sizes(path, manifest)
         if check:

@@ -6,11 +6,12 @@ checkpoint is named and the next older whole one taken. Then each rank reads the
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from onecopy.checkpoint.directory import find_checkpoints, is_checkpoint
+from onecopy.checkpoint.directory import check_own, find_checkpoints, is_checkpoint
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.manifest import Manifest, check_content, check_sizes, read_manifest
 from onecopy.checkpoint.names import Named, check_has_values, name_tensors
@@ -28,6 +29,11 @@ from onecopy.checkpoint.random import put_generators, unpack
 from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.errors import CheckpointError, DamagedCheckpointError
 from onecopy.sharding.api import phase_of
+
+T = TypeVar("T")
+
+_ATTEMPTS: Final = 20
+"""How often a newer checkpoint is looked for when the one that is read is deleted: each time a run has saved."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,24 @@ def load(
     group.finish_background()
     named = name_tensors(model)
     check_has_values(named)
-    path, manifest, skipped = find_whole(Path(directory), check=check)
-    job, metadata = _read_small(group, path)
+
+    def load_found(found: Whole) -> Loaded:
+        return _load(group, found, named, model, optimizer, scheduler, scaler, strict)
+
+    return on_newest(Path(directory), load_found, check=check)
+
+
+def _load(
+    group: Group,
+    found: Whole,
+    named: Named,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: Any,
+    scaler: Any,
+    strict: bool,
+) -> Loaded:
+    path, manifest, job, metadata = found.path, found.manifest, found.job, found.metadata
     saved = {key: m for key, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
     _check_fits(path, named, saved, job["aliases"], strict)
 
@@ -100,25 +122,63 @@ def load(
         own_rank = torch.empty(saved[f"ranks.{group.rank}"].size, dtype=torch.uint8)
         wanted[f"ranks.{group.rank}"] = own_rank
     with phase_of(model, "load"):
-        read_tensors(Reader(path), wanted)
+        read_tensors(found.reader, wanted)
 
     if optimizer is not None:
         put_states(optimizer, named, states, job["optimizer"])
-    for part, name in ((scheduler, "scheduler"), (scaler, "scaler")):
-        if part is not None and name in job:
-            part.load_state_dict(job[name])
-    _put_objects(model, job["objects"])
-    of_rank: dict[str, Any] = unpack(own_rank) if own_rank.numel() else {"extra": None}
-    if "generators" in of_rank:
-        put_generators(of_rank["generators"])
-    return Loaded(path, manifest.step, job.get("extra"), of_rank["extra"], manifest.ranks, skipped)
+    of_rank: dict[str, Any] = {"extra": None}
+
+    def put_rest() -> None:
+        for part, name in ((scheduler, "scheduler"), (scaler, "scaler")):
+            if part is not None and name in job:
+                part.load_state_dict(job[name])
+        _put_objects(model, job["objects"])
+        if own_rank.numel():
+            of_rank.update(unpack(own_rank))
+        if "generators" in of_rank:
+            put_generators(of_rank["generators"])
+
+    group.together("restoring what is no tensor", put_rest)
+    return Loaded(path, manifest.step, job.get("extra"), of_rank["extra"], manifest.ranks, found.skipped)
 
 
-def find_whole(directory: Path, *, check: bool = True) -> tuple[Path, Manifest, tuple[str, ...]]:
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint whose files are all as they were written.
+
+    Attributes:
+        job: what it holds beside tensors.
+        metadata: of its tensors.
+        reader: of its tensors.
+        skipped: what is wrong with each one that would have come before it.
+    """
+
+    path: Path
+    manifest: Manifest
+    job: dict[str, Any]
+    metadata: Metadata
+    reader: Reader
+    skipped: tuple[str, ...]
+
+
+def on_newest(directory: Path, do: Callable[[Whole], T], *, check: bool = True) -> T:
+    """Do something with the checkpoint that `find_whole` finds. Every rank calls it.
+
+    A run that saves meanwhile may delete it in favour of a newer one; then it is done again, with that one.
+    """
+    group = Group.current()
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        found = find_whole(directory, check=check)
+        try:
+            return do(found)
+        except CheckpointError:
+            if found.path == directory or not attempts_left or not _is_gone(group, found.path):
+                raise
+    raise AssertionError
+
+
+def find_whole(directory: Path, *, check: bool = True) -> Whole:
     """The checkpoint that is to be loaded from a directory, or the one that is given. Every rank calls it.
-
-    Returns:
-        The checkpoint, its manifest, and what is wrong with each one that would have come before it.
 
     Raises:
         DamagedCheckpointError: if a single one is given and not whole.
@@ -126,26 +186,43 @@ def find_whole(directory: Path, *, check: bool = True) -> tuple[Path, Manifest, 
     """
     group = Group.current()
     single = group.on_first("looking for checkpoints", lambda: is_checkpoint(directory))
-    paths = [directory] if single else group.on_first("looking for checkpoints", lambda: find_checkpoints(directory))
+
+    def look() -> list[Path]:
+        return [directory] if single else group.on_first("looking for checkpoints", lambda: find_checkpoints(directory))
+
+    paths, searches = look(), 1
     if not paths:
         raise CheckpointError(f"there is no checkpoint in {str(directory)!r}")
     skipped: list[str] = []
-    for path in paths:
+    while paths:
+        path = paths.pop(0)
         try:
-            manifest = check_whole(path, check=check)
+            manifest = check_whole(path, check=check, own=not single)
+            job, reader = _read_small(group, path)
         except DamagedCheckpointError as error:
             if single:
                 raise
-            skipped.append(str(error))
+            if searches < _ATTEMPTS and _is_gone(group, path):
+                # Not damaged, but deleted by a run that has saved a newer one.
+                paths, skipped, searches = look(), [], searches + 1
+            else:
+                skipped.append(str(error))
             continue
         if skipped and group.rank == 0:
             warnings.warn(f"loading {path}, since these are damaged:\n" + "\n".join(skipped), stacklevel=3)
-        return path, manifest, tuple(skipped)
+        return Whole(path, manifest, job, reader.read_metadata(), reader, tuple(skipped))
     raise CheckpointError(f"no checkpoint in {str(directory)!r} is whole:\n" + "\n".join(skipped))
 
 
-def check_whole(path: Path, *, check: bool = True) -> Manifest:
+def _is_gone(group: Group, path: Path) -> bool:
+    return group.on_first("looking for a checkpoint", lambda: not os.path.lexists(path))
+
+
+def check_whole(path: Path, *, check: bool = True, own: bool = False) -> Manifest:
     """The manifest of a checkpoint whose files are all as they were written. Every rank calls it, and reads a share.
+
+    Args:
+        own: found in a directory of checkpoints, where it must lie itself and not be a link.
 
     Raises:
         DamagedCheckpointError: on every rank.
@@ -153,6 +230,8 @@ def check_whole(path: Path, *, check: bool = True) -> Manifest:
     group = Group.current()
 
     def look() -> Manifest:
+        if own:
+            check_own(path)
         manifest = read_manifest(path)
         check_sizes(path, manifest)
         if check:
@@ -182,12 +261,14 @@ def read_tensors(reader: FileSystemReader, wanted: Mapping[str, Tensor]) -> None
     group.together("reading a checkpoint", read)
 
 
-def _read_small(group: Group, path: Path) -> tuple[dict[str, Any], Metadata]:
-    """What is read whole on every rank."""
-    found: list[tuple[dict[str, Any], Metadata]] = []
+def _read_small(group: Group, path: Path) -> tuple[dict[str, Any], Reader]:
+    """What is read whole on every rank; the reader has its metadata."""
+    found: list[tuple[dict[str, Any], Reader]] = []
 
     def read() -> None:
-        found.append((read_job(path), Reader(path).read_metadata()))
+        reader = Reader(path)
+        reader.read_metadata()
+        found.append((read_job(path), reader))
 
     group.together("reading a checkpoint", read)
     return found[0]
@@ -195,8 +276,8 @@ def _read_small(group: Group, path: Path) -> tuple[dict[str, Any], Metadata]:
 
 def _states_in(metadata: Metadata, saved: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
     """The metadata of each optimizer state, by names of parameter and state."""
-    paths = {key: metadata.planner_data[key] for key in saved}
-    return {(p[2], p[3]): saved[key] for key, p in paths.items() if p[:2] == ("optimizer", "state")}
+    paths = {key: (metadata.planner_data or {}).get(key, ()) for key in saved}
+    return {(p[2], p[3]): saved[key] for key, p in paths.items() if len(p) == 4 and p[:2] == ("optimizer", "state")}
 
 
 def _check_fits(path: Path, named: Named, saved: Mapping[str, Any], aliases: Mapping[str, str], strict: bool) -> None:

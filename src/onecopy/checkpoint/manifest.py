@@ -9,17 +9,32 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from onecopy.errors import DamagedCheckpointError
+from onecopy.untrusted import Refused, open_plain, plain_name, plain_size, read_json, reason
 
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 1
 """Version of the checkpoint's layout; a larger one is refused."""
 
+METADATA: Final = ".metadata"
+"""Which tensors there are, and where; see `metadata.py`."""
+
+JOB: Final = "job.pt"
+"""What is no tensor of the model's size: scheduler, scaler, groups, extra. Read with `weights_only`."""
+
+NEEDED: Final = (JOB, METADATA)
+"""Files that every checkpoint has."""
+
+LARGEST: Final = 1 << 53
+"""What a step, a count of saves or ranks, or a number of bytes stays below: any reader of JSON keeps it exactly."""
+
+_CHECKSUM: Final = re.compile(r"[0-9a-f]{64}")
 _PIECE: Final = 1 << 22
 
 
@@ -67,31 +82,64 @@ def read_manifest(checkpoint: Path) -> Manifest:
     Raises:
         DamagedCheckpointError: if there is none, it cannot be read, or it is not what was written.
     """
-    path = checkpoint / MANIFEST
     try:
-        body = json.loads(path.read_bytes())
-        expected = body.pop("sha256")
+        body = read_json(checkpoint / MANIFEST)
+        if not isinstance(body, dict):
+            raise Refused("it is no table")
+        expected = body.pop("sha256", None)
         if expected != _digest(body):
-            raise ValueError("its checksum does not fit its content")
-        if body["format"] > FORMAT:
-            raise ValueError(f"it has format {body['format']} and this version of onecopy reads up to {FORMAT}")
-        files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
-        return Manifest(files=files, **body)
+            raise Refused("its checksum does not fit its content")
+        return _manifest(body)
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{checkpoint}: there is no {MANIFEST}, so its save never came to an end"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpointError(f"{checkpoint}: {MANIFEST} cannot be used: {error}") from None
+    except (OSError, Refused) as error:
+        raise DamagedCheckpointError(f"{checkpoint}: {MANIFEST} cannot be used: {reason(error)}") from None
+
+
+def _manifest(body: Mapping[str, Any]) -> Manifest:
+    """The manifest that a table holds, of which the checksum says that it is unchanged, and not that it makes sense."""
+    number = body.get("format")
+    if type(number) is not int or not 1 <= number <= FORMAT:
+        raise Refused(f"its format is {number!r} and this version of onecopy reads 1 to {FORMAT}")
+    expected = {"step", "sequence", "ranks", "saved_by", "files", "format"}
+    if body.keys() != expected:
+        raise Refused(f"it must have {', '.join(sorted(expected))}; found {', '.join(sorted(body))}")
+    step, sequence, ranks = (_number(body, name) for name in ("step", "sequence", "ranks"))
+    saved_by, files = body["saved_by"], body["files"]
+    if not isinstance(saved_by, dict) or not isinstance(files, dict):
+        raise Refused("saved_by and files must be tables")
+    return Manifest(step, sequence, ranks, saved_by, {plain_name(name): _entry(files[name]) for name in files})
+
+
+def _number(table: Mapping[str, Any], name: str) -> int:
+    value = table.get(name)
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise Refused(f"{name} must be a number from 0 to 2**53; found {value!r}")
+    return value
+
+
+def _entry(value: Any) -> FileEntry:
+    if not isinstance(value, dict) or value.keys() != {"size", "sha256"}:
+        raise Refused("of a file it must have size and sha256")
+    if not isinstance(value["sha256"], str) or not _CHECKSUM.fullmatch(value["sha256"]):
+        raise Refused("a sha256 must be 64 hexadecimal digits")
+    return FileEntry(_number(value, "size"), value["sha256"])
 
 
 def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
     """Raise `DamagedCheckpointError` unless every file is there with its size. Reads no content."""
+    for name in NEEDED:
+        if name not in manifest.files:
+            raise DamagedCheckpointError(f"{checkpoint}: file {name!r} is not listed in {MANIFEST}")
     for name, entry in manifest.files.items():
         try:
-            size = (checkpoint / name).stat().st_size
+            size = plain_size(checkpoint / name)
         except OSError as error:
             raise DamagedCheckpointError(f"{checkpoint}: file {name!r} is missing ({error.strerror})") from None
+        except Refused as error:
+            raise DamagedCheckpointError(f"{checkpoint}: file {name!r} cannot be used: {error}") from None
         if size != entry.size:
             raise DamagedCheckpointError(
                 f"{checkpoint}: file {name!r} has {size} bytes where {entry.size} were written"
@@ -103,11 +151,11 @@ def check_content(checkpoint: Path, manifest: Manifest, names: Iterable[str]) ->
     for name in names:
         digest = hashlib.sha256()
         try:
-            with (checkpoint / name).open("rb") as file:
+            with open_plain(checkpoint / name) as file:
                 while piece := file.read(_PIECE):
                     digest.update(piece)
-        except OSError as error:
-            raise DamagedCheckpointError(f"{checkpoint}: file {name!r} cannot be read ({error.strerror})") from None
+        except (OSError, Refused) as error:
+            raise DamagedCheckpointError(f"{checkpoint}: file {name!r} cannot be read ({reason(error)})") from None
         if digest.hexdigest() != manifest.files[name].sha256:
             raise DamagedCheckpointError(f"{checkpoint}: the bytes of file {name!r} are not those that were written")
 

@@ -6,7 +6,7 @@ tensor. The files are read by torch.distributed.checkpoint's own reader of safet
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import read_tensors
 from onecopy.checkpoint.names import Named, clean_name, name_tensors
+from onecopy.checkpoint.weights_file import check_safetensors
 from onecopy.errors import CheckpointError, UsageError
 from onecopy.sharding.whole import allocate
+from onecopy.untrusted import Refused, plain_name, read_json, reason
 
 _INDEX: Final = "model.safetensors.index.json"
 
@@ -106,24 +108,47 @@ def _find_files(directory: Path) -> list[Path]:
     """The files of weights in a directory.
 
     Raises:
-        CheckpointError: if there are none, or the index names one that is not there.
+        CheckpointError: if there are none, the index names one that is not there, or one is no plain file of weights.
     """
-    index = directory / _INDEX
-    if index.exists():
-        try:
-            listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{str(index)!r} is no index of weights: {error!r}") from None
-        files = sorted({directory / name for name in listed})
-    elif (directory / "model.safetensors").exists():
-        files = [directory / "model.safetensors"]
+    index, names = directory / _INDEX, []
+    if os.path.lexists(index):
+        names = _listed_in(index)
+    elif os.path.lexists(directory / "model.safetensors"):
+        names = ["model.safetensors"]
     else:
-        files = sorted(directory.glob("*.safetensors"))
-    missing = [file.name for file in files if not file.exists()]
-    if missing or not files:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    missing = [name for name in names if not os.path.lexists(directory / name)]
+    if missing or not names:
         what = f"its index names {', '.join(missing)}, which is not there" if missing else "there is no .safetensors"
         raise CheckpointError(f"cannot load weights from {str(directory)!r}: {what}")
-    return files
+    return [_checked(directory / name) for name in names]
+
+
+def _listed_in(index: Path) -> list[str]:
+    try:
+        table = read_json(_own(index))
+        listed = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(listed, dict):
+            raise Refused("it has no table weight_map")
+        return sorted({plain_name(name) for name in listed.values()})
+    except (OSError, Refused) as error:
+        raise CheckpointError(f"{str(index)!r} is no index of weights: {reason(error)}") from None
+
+
+def _checked(file: Path) -> Path:
+    try:
+        check_safetensors(_own(file))
+    except (OSError, Refused) as error:
+        raise CheckpointError(f"cannot load weights from {str(file)!r}: {reason(error)}") from None
+    return file
+
+
+def _own(file: Path) -> Path:
+    """The file; or, in a cache of Hugging Face's hub, where every name is a link to content beside it, that content."""
+    content = file.parent.parent.parent / "blobs"
+    if file.is_symlink() and file.parent.parent.name == "snapshots" and file.resolve().parent == content.resolve():
+        return file.resolve()
+    return file
 
 
 def _match(keys: Iterable[str], named: Named, prefix: str) -> dict[str, str]:

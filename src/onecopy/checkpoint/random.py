@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onecopy.checkpoint.values import load_values
+
 
 def take_generators() -> dict[str, Any]:
     """The state of every generator, in types that `torch.load(weights_only=True)` reads."""
@@ -41,7 +43,7 @@ def pack(value: Any) -> Tensor:
     """A value of plain types and tensors as a uint8 tensor.
 
     Raises:
-        Exception: what `torch.load(weights_only=True)` says of a type that it would not read.
+        Exception: if it would not be read again, or cannot be written.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -55,5 +57,5 @@ def unpack(packed: Tensor) -> Any:
 
 
 def unpack_bytes(content: bytes) -> Any:
-    """A value of plain types and tensors; nothing in it can run code."""
-    return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    """A value of plain types and tensors; nothing in it can run code. Raises `Refused` if it is something else."""
+    return load_values(io.BytesIO(content))

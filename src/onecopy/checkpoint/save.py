@@ -10,15 +10,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from onecopy.checkpoint.finite import first_not_finite
 from onecopy.checkpoint.group import Group
+from onecopy.checkpoint.manifest import LARGEST
 from onecopy.checkpoint.names import Named, check_has_values, name_tensors
 from onecopy.checkpoint.optimizer import take_states
 from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.writing import Contents, Saving, write
-from onecopy.errors import SettingsError, UsageError
+from onecopy.errors import NotFiniteError, SettingsError, UsageError
 from onecopy.sharding.api import engine_of, phase_of
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.untrusted import reason
 
 
 def save(
@@ -34,6 +37,7 @@ def save(
     keep: int | None = None,
     background: bool = False,
     assets: Iterable[str | Path] = (),
+    allow_not_finite: bool = False,
 ) -> Saving:
     """Save a training run between two steps. Every rank calls it; all must see one file system.
 
@@ -52,19 +56,22 @@ def save(
             save waits for the first one, so there is never more than one copy.
         assets: small files to keep with the checkpoint for `onecopy export`: a tokenizer's. The config of a model of
             transformers is kept without being asked for.
+        allow_not_finite: save parameters and optimizer states that hold nan or inf too, which is an error otherwise:
+            they would take the place of the last good ones.
 
     Returns:
         The save; without ``background`` it has ended well. `Saving.wait()` gives the checkpoint's path.
 
     Raises:
         SettingsError: for a setting that cannot work.
+        NotFiniteError: if a parameter or optimizer state holds nan or inf; names the first one and the rank.
         UsageError: if gradients are waiting for the rest of their step, or a value cannot be saved.
         CheckpointError: if it could not be saved; earlier checkpoints are untouched.
     """
     if keep is not None and keep < 1:
         raise SettingsError(f"keep must be at least 1, the checkpoint being saved; found {keep}")
-    if step is not None and step < 0:
-        raise SettingsError(f"step must be 0 or more; found {step}")
+    if step is not None and not 0 <= step < LARGEST:
+        raise SettingsError(f"step must be 0 or more, and below 2**53; found {step}")
     group = Group.current()
     group.finish_background()
     named = name_tensors(model)
@@ -78,6 +85,8 @@ def save(
         found, rest = _collect(named, optimizer, group.rank)
         rest |= {"extra": extra, **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o}}
         of_rank = _packed({"generators": take_generators(), "extra": rank_extra}, "rank_extra")
+        if not allow_not_finite:
+            _check_finite(found)
         contents.update(found, ranks={str(group.rank): of_rank})
         job.append(_packed(rest, "extra, or the state of the scheduler or scaler,").numpy().tobytes())
         if group.rank == 0:
@@ -119,6 +128,23 @@ def _check_between_steps(named: Named) -> None:
             )
 
 
+def _check_finite(contents: Contents) -> None:
+    states = contents.get("optimizer", {}).get("state", {})
+    parts = [
+        *(
+            (f"parameter {name!r}", tensor)
+            for name, tensor in contents["model"].items()
+            if isinstance(tensor, nn.Parameter)
+        ),
+        *((f"state {key!r} of {name!r}", tensor) for name, own in states.items() for key, tensor in own.items()),
+    ]
+    if (name := first_not_finite(parts)) is not None:
+        raise NotFiniteError(
+            f"{name} holds nan or inf, and a checkpoint of it would take a good one's place: go back to the last "
+            f"checkpoint; or pass allow_not_finite=True"
+        )
+
+
 def _config_of(model: nn.Module) -> dict[str, bytes]:
     """The config of a model of transformers."""
     found = {}
@@ -133,10 +159,9 @@ def _packed(value: Any, what: str) -> Tensor:
     try:
         return pack(value)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
         raise UsageError(
             f"{what} holds a value that a checkpoint does not keep, for loading it could run code: give numbers, "
-            f"strings, tensors, and lists, tuples and dicts of them ({reason})"
+            f"strings, tensors, and lists, tuples and dicts of them ({reason(error)})"
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint's file storage with what crash safety and trust add: checksums, aliases, a closed list.
+"""torch.distributed.checkpoint's file storage with what crash safety and trust add: checksums, aliases, plain files.
 
 The files are DCP's own, so plain `dcp.load` reads them. Used of torch 2.13 beside its documented interface: the
-attribute `fs` of `FileSystemWriter` and the file-system class behind it; tests/test_private_apis.py fails clearly when
-they move.
+attribute `fs` of `FileSystemWriter` and `FileSystemReader`, the file-system class behind it, and `_slice_file`, which
+finds a tensor in a file; tests/test_private_apis.py fails clearly when they move.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, cast
 
 import torch
 from torch import Tensor
@@ -32,16 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from onecopy.checkpoint.manifest import FileEntry
-from onecopy.checkpoint.random import unpack_bytes
+from onecopy.checkpoint.manifest import JOB, METADATA, FileEntry
+from onecopy.checkpoint.metadata import read_metadata
+from onecopy.checkpoint.values import check_archive, load_values
 from onecopy.errors import DamagedCheckpointError
+from onecopy.untrusted import Refused, open_plain, reason
 
 PIECE: Final = 1 << 26
 """Bytes of the largest piece of a tensor that is written, and read, at once."""
-
-
-JOB: Final = "job.pt"
-"""What is no tensor of the model's size: scheduler, scaler, groups, extra. Read with `weights_only`."""
 
 
 class _HashingStream(io.RawIOBase):
@@ -197,13 +193,38 @@ def read_job(checkpoint: Path) -> dict[str, Any]:
     """What a checkpoint holds beside its tensors: the content of `JOB`.
 
     Raises:
-        DamagedCheckpointError: if it cannot be read.
+        DamagedCheckpointError: if it cannot be used.
     """
     try:
-        job: dict[str, Any] = unpack_bytes((checkpoint / JOB).read_bytes())
-        return job
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise DamagedCheckpointError(f"{checkpoint}: {JOB} cannot be read: {error}") from None
+        with open_plain(checkpoint / JOB) as file:
+            job = load_values(file)
+        if not _is_job(job):
+            raise Refused("it is not what onecopy.save writes")
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpointError(f"{checkpoint}: {JOB} cannot be used: {reason(error)}") from None
+    found: dict[str, Any] = job
+    return found
+
+
+def _is_job(job: Any) -> bool:
+    if not isinstance(job, dict) or not _is_table(job.get("aliases"), str) or not _is_table(job.get("objects"), object):
+        return False
+    if "optimizer" not in job:
+        return True
+    optimizer = job["optimizer"]
+    return (
+        isinstance(optimizer, dict)
+        and isinstance(optimizer.get("kind"), str | None)
+        and _is_table(optimizer.get("states"), dict)
+        and isinstance(groups := optimizer.get("groups"), list)
+        and all(isinstance(group, dict) and _is_table(group.get("values"), object) for group in groups)
+        and all(isinstance(group.get("names"), list) for group in groups)
+        and all(isinstance(name, str) for group in groups for name in group["names"])
+    )
+
+
+def _is_table(value: Any, of: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, of) for k, v in value.items())
 
 
 class LazyTensor:
@@ -220,57 +241,72 @@ class LazyTensor:
         return [WriteItem(MetadataIndex(fqn, origin), WriteItemType.SHARD, tensor_data=data)]
 
 
-_ALLOWED: Final = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
-}
+class _PlainFileSystem(FileSystem):
+    """A file system of plain files."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with open_plain(Path(path)) as stream:
+            yield cast(io.IOBase, stream)
 
 
-class _ClosedUnpickler(pickle.Unpickler):
-    """Reads the classes that DCP's metadata is made of, and nothing that could run code."""
+class _Piece(io.RawIOBase):
+    """A part of a file as a file of its own."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no metadata needs")
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file = file
+        self._start = start
+        self._size = size
+        self._position = 0
 
+    def readable(self) -> bool:
+        return True
 
-def _member(kind: Any, name: str) -> Enum:
-    """A member of an enumeration, for which some versions of Python (3.11.2) write `getattr`; and nothing else."""
-    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no metadata needs")
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"there is no place {base + offset} in a file")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        room = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        self._file.seek(self._start + self._position)
+        count: int = self._file.readinto(room)  # type: ignore[attr-defined]
+        self._position += count
+        return count
 
 
 class Reader(FileSystemReader):
-    """DCP's reader, with `.metadata` read by a closed list of classes."""
+    """DCP's reader of files that a stranger may have written; see `metadata.py` and `values.py`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _PlainFileSystem()
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            metadata = _ClosedUnpickler(io.BytesIO(path.read_bytes())).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
-            raise DamagedCheckpointError(f"{self.path}: .metadata cannot be read: {error}") from None
-        assert isinstance(metadata, Metadata)
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        """The checked content of `.metadata`.
+
+        Raises:
+            DamagedCheckpointError: if it cannot be used.
+        """
+        if self._metadata is None:
+            try:
+                self._metadata = read_metadata(Path(self.path))
+            except (OSError, ValueError) as error:
+                raise DamagedCheckpointError(f"{self.path}: {METADATA} cannot be used: {reason(error)}") from None
+            self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        piece = _Piece(file, sinfo.offset, sinfo.length)
+        check_archive(cast(BinaryIO, piece))
+        return piece

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 import onecopy
-from onecopy.checkpoint.directory import abandon, begin, commit, find_checkpoints, keep_newest, next_sequence
+from onecopy.checkpoint.claim import claim
+from onecopy.checkpoint.directory import abandon, begin, commit, keep_newest, newest_step, next_sequence
 from onecopy.checkpoint.group import Group
-from onecopy.checkpoint.manifest import FileEntry, Manifest, read_manifest
-from onecopy.checkpoint.storage import JOB, Planner, Writer
+from onecopy.checkpoint.manifest import JOB, FileEntry, Manifest
+from onecopy.checkpoint.storage import Planner, Writer
 from onecopy.errors import CheckpointError
 
 ASSET: Final = "asset-"
@@ -146,10 +147,10 @@ def write(
 
 
 def _begin(directory: Path, step: int | None) -> tuple[int, int, Path]:
-    sequence = next_sequence(directory) if directory.exists() else 1
+    claim(directory)
+    sequence = next_sequence(directory)
     if step is None:
-        known = [read_manifest(path).step for path in find_checkpoints(directory)[:1]] if sequence > 1 else []
-        step = known[0] + 1 if known else 1
+        step = newest_step(directory) + 1
     return step, sequence, begin(directory, step)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from onecopy.errors import CheckpointError, SettingsError
+from onecopy.untrusted import printable
 
 if TYPE_CHECKING:
     from onecopy.checkpoint.inspect import Inspected
@@ -34,7 +35,7 @@ def inspect(
     with _errors():
         found = look(directory, check=not quick)
     if as_json:
-        typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
+        typer.echo(json.dumps([one.as_dict() for one in found], indent=1, default=str))
     else:
         for one in found:
             _print(one, detailed=len(found) == 1, checked="sizes alone" if quick else "every byte")
@@ -91,34 +92,39 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (SettingsError, CheckpointError) as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo("\n".join(map(printable, f"error: {error}".splitlines())), err=True)
         raise typer.Exit(2) from None
 
 
 def _print(one: Inspected, *, detailed: bool, checked: str) -> None:
     state = f"whole ({checked} checked)" if one.damage is None else f"DAMAGED: {one.damage}"
-    typer.echo(f"{one.path}{'  (latest)' if one.latest else ''}")
-    typer.echo(f"  {state}")
+    _say(f"{one.path}{'  (latest)' if one.latest else ''}")
+    _say(f"  {state}")
     if one.damage is not None:
         return
     assert one.nbytes is not None
     assert one.saved_by is not None
-    typer.echo(f"  step {one.step}, {_size(one.nbytes)} in {len(one.files or {})} files")
+    _say(f"  step {one.step}, {_size(one.nbytes)} in {len(one.files or {})} files")
     if not detailed:
         return
     by = ", ".join(f"{name} {value}" for name, value in one.saved_by.items() if value is not None)
-    typer.echo(f"  saved by {one.ranks} rank{'s' * (one.ranks != 1)}: {by}")
+    _say(f"  saved by {one.ranks} rank{'s' * (one.ranks != 1)}: {by}")
     for name, section in (one.sections or {}).items():
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in section.dtypes.items())
-        typer.echo(f"  {name}: {section.tensors} tensors, {_size(section.nbytes)} ({dtypes or 'none'})")
+        _say(f"  {name}: {section.tensors} tensors, {_size(section.nbytes)} ({dtypes or 'none'})")
     for alias, name in (one.tied or {}).items():
-        typer.echo(f"  tied: {alias} is {name}")
+        _say(f"  tied: {alias} is {name}")
     for number, group in enumerate(one.groups or []):
-        typer.echo(f"  group {number}: {_words(group)}")
+        _say(f"  group {number}: {_words(group)}")
     if one.parts:
-        typer.echo(f"  also: {', '.join(one.parts)}")
+        _say(f"  also: {', '.join(one.parts)}")
     for line in one.loads_in or []:
-        typer.echo(f"  loads in {line}")
+        _say(f"  loads in {line}")
+
+
+def _say(line: str) -> None:
+    # Names and notes in it may be a stranger's.
+    typer.echo(printable(line))
 
 
 def _words(group: dict[str, Any]) -> str:

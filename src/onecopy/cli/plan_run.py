@@ -25,6 +25,7 @@ from onecopy.planner.shape import CHECKPOINTING, Shape, from_sizes
 from onecopy.planner.sweep import crossover, curves, parse_range, thresholds
 from onecopy.planner.tensor import check_degree, degrees
 from onecopy.planner.zero_r import CONFIGURATIONS, Configured, configure, paper
+from onecopy.untrusted import read_json
 
 
 @dataclass(frozen=True)
@@ -247,8 +248,8 @@ def _config_of(model: str | None) -> Any:
     if model is None or not file.is_file():
         return None
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+        values = read_json(file, follow=True)
+    except (OSError, ValueError):
         return None
     from types import SimpleNamespace
 

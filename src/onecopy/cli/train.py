@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from onecopy.errors import CheckpointError, SettingsError, WriteError
+from onecopy.errors import CheckpointError, NotFiniteError, SettingsError, WriteError
 from onecopy.recipes.config import Config
 from onecopy.recipes.settings import Key, dump, keys, load, nearest, sections
 
@@ -120,7 +120,7 @@ def train(
         from onecopy.recipes.launch import launch
 
         code = launch(config, sys.argv[1:])
-    except (SettingsError, CheckpointError, WriteError) as error:
+    except (SettingsError, CheckpointError, NotFiniteError, WriteError) as error:
         typer.echo(f"error: {error}", err=True)
         code = 2 if isinstance(error, SettingsError) else 1
     raise typer.Exit(code)

@@ -1,13 +1,14 @@
 """Backends: which transport serves a process group, and which of its ranks are reached through memory.
 
-Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: `ProcessGroup._get_backend` and
-`Backend.Options._timeout`.
+Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: `ProcessGroup._get_backend`,
+`ProcessGroup._device_types` and `Backend.Options._timeout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,13 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Stagi
     """The transport for tensors of ``device`` on ``group``, by the name of the backend that serves them there."""
     backend = _backend(group, device)
     return DirectExchange(staging) if backend == "gloo" else NativeCalls(staging, averages=backend == "nccl")
+
+
+def time_limit(group: dist.ProcessGroup) -> timedelta:
+    """How long a message of ``group`` may take, as it was made."""
+    # A group for several kinds of devices has one limit for all.
+    limit: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return limit
 
 
 _neighbours: Final[WeakKeyDictionary[dist.ProcessGroup, Neighbours]] = WeakKeyDictionary()
@@ -45,7 +53,7 @@ def meet(peers: Peers, exchange: Callable[[object], list[object]]) -> Peers:
         return peers
     neighbours = _neighbours.get(peers.group)
     if neighbours is None:
-        limit = peers.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        limit = time_limit(peers.group).total_seconds()
         neighbours = _neighbours[peers.group] = find_neighbours(peers.rank, exchange, limit)
     return replace(peers, neighbours=neighbours)
 

@@ -6,7 +6,6 @@ threshold 10h, with h the model's hidden size; batch sizes and the like are left
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Final
 from onecopy.errors import SettingsError
 from onecopy.integrations.translation import AUTO, Rule, Translation, apply_rules
 from onecopy.stage import Stage
+from onecopy.untrusted import read_json, reason
 
 _UNITS = "gradients are sent unit by unit, each in one buffer of its size"
 _SCRIPT = "left to the training script by 'auto'"
@@ -67,9 +67,9 @@ _AUTO_SIZES: Final[dict[str, Callable[[int], int]]] = {
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path, follow=True)
     except (OSError, ValueError) as error:
-        raise SettingsError(f"cannot read DeepSpeed's settings from {str(path)!r}: {error}") from None
+        raise SettingsError(f"cannot read DeepSpeed's settings from {str(path)!r}: {reason(error)}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"{str(path)!r} must hold a JSON object; found {type(values).__name__}")
     return values

@@ -125,19 +125,21 @@ class Account:
         self._evaluated = False
         self._mark = perf_counter()
 
-    def step_done(self, step: int, loss: float, learning_rate: float, gradient_norm: float) -> Record:
-        """Note a step that has just ended."""
-        traffic = self._ledger.last_step
+    def step_done(
+        self, step: int, loss: float, learning_rate: float, gradient_norm: float, *, skipped: bool = False
+    ) -> Record:
+        """Note a step that has just ended. One that the optimizer skipped leaves its traffic to the next one's."""
+        traffic = self._ledger.current if skipped else self._ledger.last_step
         assert traffic is not None
         seconds = perf_counter() - self._mark
         self._losses.append(loss)
         self._seconds.append(seconds)
-        if not self._evaluated:
+        if not self._evaluated and not skipped:
             self._steps_counted += 1
             for entry in traffic.entries:
                 if entry.phase != "setup":
                     self._sent[entry.op] += entry.bytes_sent
-        self._evaluated = False
+        self._evaluated = skipped
         self._mark = perf_counter()
         peak = self._meter.peak
         values = {
@@ -195,7 +197,7 @@ class Account:
             planned=self._planned,
             highest_memory=self._highest,
             highest_off_device=self._highest_off_device,
-            activations_sent_per_step=self._sent["activations"] / self._steps_counted,
+            activations_sent_per_step=self._sent["activations"] / max(1, self._steps_counted),
         )
 
     def _bytes_sent(self) -> dict[str, Sent]:
@@ -209,7 +211,7 @@ class Account:
         )
         width = _ELEMENT_BYTES[parallel.precision]
         rows = {
-            op: Sent(self._sent[op] / self._steps_counted, count * width, count / self._padded)
+            op: Sent(self._sent[op] / max(1, self._steps_counted), count * width, count / self._padded)
             for op, count in elements._asdict().items()
         }
         rows["total"] = Sent(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from onecopy.recipes.settings import keys
 from onecopy.recipes.texts import find_files
 from onecopy.recipes.tokenizer import has_tokenizer
 from onecopy.stage import Stage
+from onecopy.untrusted import read_json, reason
 
 
 def resolve(config: Config) -> Config:
@@ -134,9 +134,9 @@ def _model(config: Config) -> str | None:
     if path.is_dir() and not any(file.suffix in (".safetensors", ".bin") for file in path.iterdir()):
         return f"{str(path)!r} holds no weights; give {str(settings)!r} as model.path to start from random ones"
     try:
-        values: Any = json.loads(settings.read_text(encoding="utf-8"))
-    except ValueError as error:
-        return f"{str(settings)!r} is not JSON: {error}"
+        values = read_json(settings, follow=True)
+    except (OSError, ValueError) as error:
+        return f"{str(settings)!r} cannot be used: {reason(error)}"
     if not isinstance(values, dict) or "model_type" not in values:
         return f"{str(settings)!r} is no config of transformers: it has no 'model_type'"
     positions = values.get("max_position_embeddings", values.get("n_positions"))

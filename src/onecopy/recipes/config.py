@@ -126,6 +126,12 @@ class Optimizer(Section):
         default="fused", description="Which AdamW of PyTorch runs."
     )
     clip_norm: float = Field(default=1.0, ge=0, description="Gradients are scaled down to this global norm. 0: never.")
+    not_finite_steps: int = Field(
+        default=3,
+        ge=1,
+        description="A step whose loss or gradients are not finite changes no weights, and nothing is saved after it. "
+        "So many of them in a row end the run.",
+    )
 
 
 class Schedule(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -11,7 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 import onecopy
+from onecopy.checkpoint.claim import claim
 from onecopy.checkpoint.directory import find_checkpoints
+from onecopy.checkpoint.group import Group
 from onecopy.errors import SettingsError
 from onecopy.recipes.config import Config
 from onecopy.recipes.tokenizer import tokenizer_files
@@ -58,14 +59,23 @@ class Keeper:
     def resume(self) -> int:
         """Go on from a checkpoint, if the config says so and there is one. Returns the step it is of, else 0.
 
+        From here on no other run may save where this one does.
+
         Raises:
+            CheckpointError: if another run does already; it says which.
             SettingsError: if the data would not go on where it stopped.
         """
+        if self._settings.save_every:
+            Group.current().on_first("beginning a run", lambda: claim(self._directory))
         source = self._source()
         if source is None:
             return 0
         loaded = onecopy.load(source, self._model, self._optimizer, scheduler=self._schedule)
-        saved: dict[str, Any] = loaded.extra["order"]
+        saved = loaded.extra.get("order") if isinstance(loaded.extra, dict) else None
+        if not isinstance(saved, dict) or saved.keys() != self._order.keys():
+            raise SettingsError(
+                f"{loaded.path} was not saved by onecopy train, and does not say where the data stopped"
+            )
         for key, value in self._order.items():
             if saved[key] != value:
                 raise SettingsError(

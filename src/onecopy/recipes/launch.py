@@ -18,7 +18,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from enum import IntEnum
@@ -26,7 +25,15 @@ from typing import Final, NoReturn
 
 import torch
 
-from onecopy.errors import CheckpointError, CollectiveError, CollectiveTimeout, MismatchError, SettingsError, WriteError
+from onecopy.errors import (
+    CheckpointError,
+    CollectiveError,
+    CollectiveTimeout,
+    MismatchError,
+    NotFiniteError,
+    SettingsError,
+    WriteError,
+)
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
 from onecopy.recipes.world import join
@@ -93,10 +100,10 @@ def _be_a_rank(config: Config) -> NoReturn:
         config = resolve(config)
         check(config)
         code = _train(config)
-    except (SettingsError, MismatchError, CheckpointError) as error:
+    except (SettingsError, MismatchError, CheckpointError, NotFiniteError) as error:
         # The same on every rank of a host, or known to the first one alone.
         message, known_to_all = f"error: {error}\n" if is_first else "", True
-        code = Exit.FAILED if isinstance(error, CheckpointError) else Exit.SETTINGS
+        code = Exit.SETTINGS if isinstance(error, SettingsError | MismatchError) else Exit.FAILED
     except WriteError as error:
         message, code = f"error: {error}\n", Exit.FAILED
     except CollectiveTimeout as error:
@@ -124,6 +131,8 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from onecopy.recipes.loopback import BACKEND, register
+
     # The agent's log would bury what the ranks say.
     logging.disable(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
@@ -133,14 +142,15 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     if sys.platform == "linux":
         # All ranks are on this host, whose own name may lead anywhere.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory(prefix="onecopy-launch-") as logs:
-        options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", f"--log-dir={logs}"]
-        try:
-            run.run(run.parse_args([*options, "-m", "onecopy.cli.main", *arguments]))
-        except SignalException as error:
-            return 128 + error.sigval
-        except ChildFailedError as error:
-            return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
+    register()
+    # Without a directory for logs nothing is left behind, however this process ends.
+    options = [f"--rdzv-backend={BACKEND}", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    try:
+        run.run(run.parse_args([*options, f"--log-dir={os.devnull}", "-m", "onecopy.cli.main", *arguments]))
+    except SignalException as error:
+        return 128 + error.sigval
+    except ChildFailedError as error:
+        return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
     return Exit.DONE
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,7 +53,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line, readable while the run goes on.
+    """One JSON object a line, readable while the run goes on. What is not finite is null.
 
     Args:
         after: a run that goes on after this step keeps the lines up to it.
@@ -66,10 +69,12 @@ class JsonLines:
         for name, value in record.values.items():
             whole, _, part = name.partition("/")
             if part:
-                line.setdefault(whole, {})[part] = value
+                line.setdefault(whole, {})[part] = _json_number(value)
             else:
-                line[name] = value
-        self._file.write(json.dumps(line) + "\n")
+                line[name] = _json_number(value)
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, "metrics.jsonl was deleted while the run went on")
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()
@@ -89,6 +94,11 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no nan and no inf: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
@@ -128,4 +138,5 @@ def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json."""
     file = directory / "summary.json"
     with writing(file):
-        file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        numbers = {name: _json_number(value) for name, value in summary.items()}
+        file.write_text(json.dumps(numbers, indent=2, allow_nan=False) + "\n", encoding="utf-8")

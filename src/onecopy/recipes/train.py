@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import onecopy
 from onecopy.recipes.account import Account
@@ -25,6 +27,7 @@ from onecopy.recipes.schedule import build_optimizer, build_schedule
 from onecopy.recipes.settings import dump
 from onecopy.recipes.stop import StopRequest
 from onecopy.recipes.tensor_parallel import parallelize
+from onecopy.recipes.watch import Watch
 from onecopy.recipes.world import World
 from onecopy.report.machine import write_machine
 
@@ -40,6 +43,7 @@ def train(config: Config, world: World) -> bool:
 
     Raises:
         SettingsError: if the data or the model do not fit the settings.
+        NotFiniteError: if too many steps in a row have a loss or gradients that are not finite.
     """
     config, directory = _enter_run_directory(config, world)
     parallel, steps = config.parallel, config.schedule.steps
@@ -72,6 +76,7 @@ def train(config: Config, world: World) -> bool:
         return True
 
     account = Account(config, world, model, start, plan_run(config, world, vocabulary) if world.rank == 0 else None)
+    watch = Watch(model, world, config.optimizer.not_finite_steps)
     with StopRequest() as stop, _open_sinks(config, world, directory, model, start) as write:
         for step, micro_batches in zip(range(start + 1, steps + 1), batches.after(start), strict=False):
             with _profiled(step, config, world, directory, model):
@@ -80,17 +85,21 @@ def train(config: Config, world: World) -> bool:
                     micro_loss = model(**batch).loss / parallel.accumulate
                     micro_loss.backward()
                     loss += micro_loss.detach()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or math.inf)
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or math.inf).item()
                 learning_rate = float(schedule.get_last_lr()[0])
-                optimizer.step()
+                # Before the step: what is not finite on one rank must not reach the weights of all.
+                loss_sum, norm_sum, stops = world.sum(loss.item(), norm, stop.made)
+                finite = watch.step_was_finite(step, loss.item(), norm, everywhere=math.isfinite(loss_sum + norm_sum))
+                if finite:
+                    optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
 
-            loss_sum, stops = world.sum(loss.item(), stop.made)
-            record = account.step_done(step, loss_sum / world.size, learning_rate, norm.item())
-            if step % config.run.log_every == 0 or step in (1, steps):
+            record = account.step_done(step, loss_sum / world.size, learning_rate, norm, skipped=not finite)
+            if step % config.run.log_every == 0 or step in (1, steps) or not finite:
                 write(record)
-            if stops or step == steps or keeper.is_due(step):
+            watch.check()
+            if finite and (stops or step == steps or keeper.is_due(step)):
                 keeper.save(step)
                 account.skip_time()
             if stops:
@@ -135,7 +144,16 @@ def _make_mesh(config: Config, world: World) -> DeviceMesh | None:
     if parallel.replicate == parallel.tensor == 1:
         return None
     sizes = (parallel.replicate, world.size // parallel.replicate // parallel.tensor, parallel.tensor)
-    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replicate", "shard", "tensor"))
+    ranks = torch.arange(world.size).view(sizes)
+    # init_device_mesh would give them torch's own time limit of half an hour.
+    groups = [
+        dist.new_subgroups_by_enumeration(
+            ranks.movedim(axis, -1).reshape(-1, size).tolist(), timeout=timedelta(seconds=parallel.timeout)
+        )[0]
+        for axis, size in enumerate(sizes)
+    ]
+    names = ("replicate", "shard", "tensor")
+    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=names)
 
 
 def _activations(config: Config) -> onecopy.Activations | None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,19 @@ class World:
         return self._axis.exchange_objects(value)
 
 
+def _store(limit: timedelta) -> Any:
+    """Where ranks find each other."""
+    address, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    # torchrun's agent keeps one store for all attempts of a job, and with it the addresses of ranks that have ended.
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    first = os.environ["RANK"] == "0"
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, int(port), int(size), is_master=first and not agents, timeout=limit
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+
+
 @contextmanager
 def join(device: str, timeout: float) -> Iterator[World]:
     """Join the ranks that torchrun started, and leave them again if all went well.
@@ -88,8 +101,10 @@ def join(device: str, timeout: float) -> Iterator[World]:
     if device != "cpu":
         torch.accelerator.set_device_index(local_rank)
     if size > 1:
-        backend = dist.get_default_backend_for_device(own)
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group(
+            dist.get_default_backend_for_device(own), timeout=limit, store=_store(limit), rank=rank, world_size=size
+        )
     yield World(rank, local_rank, size, own)
     if size > 1:
         dist.destroy_process_group()

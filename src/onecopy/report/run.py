@@ -6,7 +6,6 @@ where the reader would have looked for it; only a directory that holds no run at
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from onecopy.errors import SettingsError
+from onecopy.untrusted import parse_json, read_json
 
 LANES: Final = ("compute", "gather", "reduce", "wait")
 PHASES: Final = ("forward", "backward", "step", "setup", "load", "save")
@@ -142,9 +142,8 @@ def _read_table(run: Run, source: str, name: str, meaning: str) -> dict[str, Any
         run.notes[source] = f"There is no {name}: {meaning}."
         return {}
     try:
-        text = path.read_text(encoding="utf-8")
-        table: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
+        table = read_json(path, follow=True) if path.suffix == ".json" else tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         run.notes[source] = f"{name} cannot be read ({error}): {meaning}."
         return {}
     if not isinstance(table, dict):
@@ -161,7 +160,7 @@ def _read_metrics(run: Run) -> None:
     broken = 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            record: Any = json.loads(line)
+            record: Any = parse_json(line.encode())
             rows = {"train": run.steps, "evaluation": run.evaluations}[record["kind"]]
             rows.append({**record, "step": int(record["step"])})
         except (ValueError, KeyError, TypeError, OverflowError):
@@ -176,7 +175,7 @@ def _read_traces(run: Run) -> None:
     notes = []
     for path in (run.directory / "trace").glob("rank-*.json"):
         try:
-            run.traces.append(_trace(json.loads(path.read_text(encoding="utf-8"))))
+            run.traces.append(_trace(read_json(path, follow=True)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             notes.append(f"trace/{path.name} cannot be read and is left out ({type(error).__name__}: {error}).")
     run.traces.sort(key=lambda trace: trace.rank)
