@@ -251,3 +251,11 @@ def _strided(rank: int) -> tuple[list[float], bool]:
 def test_strided_shard_cuts_each_third() -> None:
     """recipes/tensor_parallel.py; read in torch 2.13."""
     assert run_ranks(2, _strided) == [([0, 1, 4, 5, 8, 9], True), ([2, 3, 6, 7, 10, 11], True)]
+
+
+def test_modules_name_their_non_persistent_buffers() -> None:
+    """sharding/buffers.py; read in torch 2.13."""
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("left", torch.zeros(1), persistent=False)
+    assert module._non_persistent_buffers_set == {"left"}

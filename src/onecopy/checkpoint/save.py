@@ -17,6 +17,7 @@ from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.writing import Contents, Saving, write
 from onecopy.errors import SettingsError, UsageError
 from onecopy.sharding.api import engine_of, phase_of
+from onecopy.sharding.engine import find_engine
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor
 
@@ -84,6 +85,8 @@ def save(
             kept.update({Path(file).name: Path(file).read_bytes() for file in assets})
 
     with phase_of(model, "save"):
+        if (engine := find_engine(model)) is not None:
+            engine.buffers.settle()
         # What one rank cannot save, no rank goes on with.
         group.together("collecting what to save", collect)
         return write(

@@ -25,7 +25,7 @@ from onecopy.memory.meter import Meter
 from onecopy.memory.staging import Staging
 from onecopy.sharding.agreement import check_agreement
 from onecopy.sharding.bucket import Bucket, Found
-from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
+from onecopy.sharding.buffers import equalise
 from onecopy.sharding.discover import Units, find_parameters, find_scopes
 from onecopy.sharding.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.optimizers import check_holds, mark_replaced, remap, watch
@@ -54,7 +54,7 @@ def shard(
     accumulate: int = 1,
     prefetch: int = 1,
     optimizer: Optimizer | None = None,
-    broadcast_buffers: bool = False,
+    broadcast_buffers: bool = True,
     activations: Activations | None = None,
     bucket_bytes: int | None = None,
     defragment: bool = False,
@@ -77,8 +77,9 @@ def shard(
         accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
         prefetch: units to gather ahead of the one that computes.
         optimizer: one made before, to be changed in place to the sliced parameters, its states too.
-        broadcast_buffers: before each training forward take the first rank's floating-point buffers; else each rank
-            keeps its own.
+        broadcast_buffers: before each training forward and before each step take the first rank's buffers (running
+            statistics, codebooks), so that they are equal when the model is evaluated or saved. False: each rank keeps
+            its own.
         activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
             None leaves activations to the model.
         bucket_bytes: most bytes of one communication buffer, of which two are in use; gradients of larger units go
@@ -159,7 +160,7 @@ def shard(
     if activations is not None:
         activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter, regions)
     if device.type != "meta":
-        sync_buffers(model, ranks, all_dtypes=True)
+        equalise(model, ranks)
     if optimizer is not None:
         remap(optimizer, _replacements(scopes, made))
     _retire(scopes)

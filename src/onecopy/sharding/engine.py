@@ -26,7 +26,7 @@ from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
-from onecopy.sharding.buffers import broadcast_buffers
+from onecopy.sharding.buffers import Buffers
 from onecopy.sharding.frames import caller_of_hook, is_running
 from onecopy.sharding.micro_batches import MicroBatches
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
@@ -53,11 +53,12 @@ class Engine:
         inputs: dtype to which floating-point inputs of the model are cast, None to leave them.
         accumulate: micro-batches in a step.
         prefetch: units to gather ahead.
-        syncs_buffers: take the first rank's floating-point buffers before each training forward.
+        syncs_buffers: keep buffers equal to the first rank's.
 
     Attributes:
         gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
         micro_batches: where in a step training is.
+        buffers: what is not sharded.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Engine:
         self.gathered = 0
         self.micro_batches = MicroBatches(accumulate)
         self._inputs = inputs
-        self._syncs_buffers = syncs_buffers
+        self.buffers = Buffers(model, mesh, syncs=syncs_buffers)
         self._step_began = 0.0
         self._state_bytes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._in_model_forward = False
@@ -208,8 +209,8 @@ class Engine:
             self.micro_batches.forward_begins()
         self._count_gradients()
         self._forward.begin()
-        if self._syncs_buffers and self.model.training:
-            broadcast_buffers(self.model, self.mesh)
+        with self.ledger.during("forward"):
+            self.buffers.before_forward(recorded=recorded, last=self.micro_batches.is_last)
         if self._inputs is None:
             return args, kwargs
 
@@ -365,6 +366,7 @@ class Engine:
         self.come_to_rest()
         if self._in_backward or any(unit.passages for unit in self.units):
             raise UsageError("onecopy.gathered cannot be entered while the model is computing.")
+        self.buffers.settle()
         self.gathered += 1
 
     def before_step(self) -> None:
@@ -372,6 +374,7 @@ class Engine:
         self.come_to_rest()
         self._reducer.settle()
         self.ledger.phase = "step"
+        self.buffers.settle()
         self._count_gradients()
         self._step_began = perf_counter()
 

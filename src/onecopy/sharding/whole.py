@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import Bucket, Found
-from onecopy.sharding.buffers import broadcast_buffers
+from onecopy.sharding.buffers import equalise
 from onecopy.sharding.engine import Engine, find_engine
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.optimizers import mark_replaced, watch
@@ -104,7 +104,7 @@ def materialize(
                 for item in opened.pop(unit):
                     item.close()
                     item.store(write=True)
-    broadcast_buffers(model, engine.mesh, all_dtypes=True)
+    equalise(model, engine.mesh)
     return model
 
 
