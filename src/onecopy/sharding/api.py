@@ -117,6 +117,7 @@ def shard(
     _check_not_hooked(scopes)
     if optimizer is not None:
         check_holds(optimizer, model.parameters())
+        _check_holds_once(optimizer, scopes)
     ledger = Ledger()
     meter = Meter(ledger)
     ranks = make_mesh(
@@ -258,14 +259,20 @@ def _retire(scopes: dict[str, list[Found]]) -> None:
     """Free the parameters as they were, whoever holds them still, and know them again in an optimizer."""
     for found in scopes.values():
         for item in found:
-            mark_replaced(item.parameter, item.name)
-            local = local_of(item.parameter)
-            local.data = local.data.new_empty(0)
+            for parameter in (item.parameter, *item.twins):
+                mark_replaced(parameter, item.name)
+                local = local_of(parameter)
+                local.data = local.data.new_empty(0)
 
 
 def _replacements(scopes: dict[str, list[Found]], units: Sequence[Unit]) -> dict[nn.Parameter, SlicedTensor]:
     sliced = {entry.name: entry.sliced for unit in units for bucket in unit.buckets for entry in bucket.entries}
-    return {item.parameter: sliced[item.name] for found in scopes.values() for item in found}
+    return {
+        parameter: sliced[item.name]
+        for found in scopes.values()
+        for item in found
+        for parameter in (item.parameter, *item.twins)
+    }
 
 
 def _describe_buffers(model: nn.Module) -> list[str]:
@@ -291,10 +298,21 @@ def _check_kind(name: str, value: object, kind: type | UnionType, expected: str)
         raise SettingsError(f"{name} must be {expected}; found {value!r}")
 
 
+def _check_holds_once(optimizer: Optimizer, scopes: dict[str, list[Found]]) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for found in scopes.values():
+        for item in found:
+            if sum(id(parameter) in held for parameter in (item.parameter, *item.twins)) > 1:
+                raise UsageError(
+                    f"optimizer= holds {item.name!r} twice, as two parameters over the same memory, which onecopy.shard"
+                    f" makes one: make the optimizer from model.parameters() afterwards."
+                )
+
+
 def _check_not_hooked(scopes: dict[str, list[Found]]) -> None:
     for found in scopes.values():
         for item in found:
-            if item.parameter._backward_hooks or item.parameter._post_accumulate_grad_hooks:
+            if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in (item.parameter, *item.twins)):
                 raise SettingsError(
                     f"parameter {item.name!r} has gradient hooks, which would not run on a sharded parameter: remove "
                     f"them and read p.grad after backward instead."

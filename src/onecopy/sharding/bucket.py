@@ -35,11 +35,12 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter as the model was built, and every place that holds it."""
+    """A parameter as the model was built, every place that holds it, and other objects over the very same memory."""
 
     name: str
     parameter: nn.Parameter
     places: tuple[Place, ...]
+    twins: tuple[nn.Parameter, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
 from onecopy.sharding.buffers import Buffers
+from onecopy.sharding.discover import name_units_for
 from onecopy.sharding.frames import caller_of_hook, is_running
 from onecopy.sharding.micro_batches import MicroBatches
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
@@ -360,6 +361,16 @@ class Engine:
             for unit in self.units:
                 unit.finished = False
         self.micro_batches.begin_anew()
+
+    def advise(self, parameter: str) -> str:
+        """What lets ``parameter`` be used where it was just now: in the model's forward, but outside of its unit's."""
+        if not self._in_model_forward:
+            return ""
+        units = name_units_for(self.model, [unit.name for unit in self.units], parameter)
+        return (
+            f" To use it in other modules' forwards too, make it the root's, which is whole for all of the model's "
+            f"forward: onecopy.shard(..., units={units})."
+        )
 
     def enter_gathered(self) -> None:
         """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
