@@ -96,13 +96,29 @@ def test_a_precision_that_is_no_floating_dtype_is_named(value: Any) -> None:
         onecopy.Precision(reduce=value)
 
 
-@pytest.mark.parametrize("names", [None, ("dp",), ("replicate", "pipeline")])
+@pytest.mark.parametrize("names", [None, ("data",), ("replicate", "pipeline"), ("dp", "dp_shard")])
 def test_a_mesh_with_other_axes_is_refused(names: tuple[str, ...] | None) -> None:
     def run(rank: int) -> None:
-        shape = (1, 2) if names and len(names) == 2 else (2,)
+        shape = (2,) if names and len(names) == 1 else (1, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         with pytest.raises(SettingsError, match=r"shard.*replicate"):
             onecopy.shard(_stack(), 2, mesh=mesh)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("names", [None, ("dp",), ("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard")])
+def test_a_mesh_named_as_others_do_is_understood(names: tuple[str, ...] | None) -> None:
+    """Oracle: the names by hand. A mesh without names has one axis, along which is sharded."""
+
+    def run(rank: int) -> None:
+        shape = (1, 2) if names and len(names) == 2 else (2,)
+        model = onecopy.shard(_stack(), 2, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+        found = onecopy.ledger(model)
+        _step(model, rank, 2)
+        axis = "replicate" if names == ("dp_replicate",) else "shard"
+        assert found.total.bytes_sent("reduce_scatter", axis="shard") + found.total.bytes_sent("all_reduce") > 0
+        assert {entry.axis for entry in found.total.entries if entry.bytes_sent} == {axis}
 
     run_ranks(2, run)
 

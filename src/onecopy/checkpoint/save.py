@@ -18,6 +18,7 @@ from onecopy.checkpoint.writing import Contents, Saving, write
 from onecopy.errors import SettingsError, UsageError
 from onecopy.sharding.api import engine_of, phase_of
 from onecopy.sharding.engine import find_engine
+from onecopy.sharding.ignored import is_ignored
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor
 
@@ -103,13 +104,14 @@ def save(
 
 
 def _collect(named: Named, optimizer: Optimizer | None, rank: int) -> tuple[Contents, dict[str, Any]]:
-    # Buffers may differ between ranks; the first one's are kept.
-    model: dict[str, Any] = {**named.parameters, **(named.buffers if rank == 0 else {})}
+    # Buffers and ignored parameters may differ between ranks; the first one's are kept.
+    shared = {name: p for name, p in named.parameters.items() if rank == 0 or not is_ignored(p)}
+    model: dict[str, Any] = {**shared, **(named.buffers if rank == 0 else {})}
     contents: Contents = {"model": model}
     job: dict[str, Any] = {"aliases": dict(named.aliases), "objects": dict(named.objects)}
     if optimizer is not None:
         tensors, job["optimizer"] = take_states(optimizer, named)
-        contents["optimizer"] = {"state": tensors}
+        contents["optimizer"] = {"state": {name: own for name, own in tensors.items() if name in shared}}
     return contents, job
 
 

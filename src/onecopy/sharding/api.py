@@ -28,6 +28,7 @@ from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import equalise
 from onecopy.sharding.discover import Units, find_parameters, find_scopes
 from onecopy.sharding.engine import ENGINE, Engine, find_engine
+from onecopy.sharding.ignored import Ignored, find_ignored, mark_ignored
 from onecopy.sharding.optimizers import check_holds, mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
@@ -50,6 +51,7 @@ def shard(
     *,
     mesh: DeviceMesh | None = None,
     units: Units = "auto",
+    ignored: Ignored = (),
     precision: Precision | str | None = None,
     accumulate: int = 1,
     prefetch: int = 1,
@@ -72,6 +74,9 @@ def shard(
         mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
             all ranks of the default process group. Without a process group there is one rank.
         units: scopes gathered as one: "auto", or modules, module classes and names.
+        ignored: parameters to leave as they are, modules with such, or names of either. They stay plain and whole on
+            each rank, with its own values and in their own dtype; nobody averages their gradients but the training
+            loop, before it clips and steps.
         precision: "fp32", "bf16", "bf16-lean" (which holds gradients in bf16 too), "fp16", a `Precision`, or None to
             keep every parameter's own dtype.
         accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
@@ -110,10 +115,11 @@ def shard(
     if activations is not None:
         activations.check()
     _check_not_sharded(model)
-    scopes = find_parameters(model, find_scopes(model, units))
+    left = find_ignored(model, ignored)
+    scopes = find_parameters(model, find_scopes(model, units), left.values())
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
-    device = next(model.parameters()).device
+    device = next(iter(scopes.values()))[0].parameter.device
     _check_not_hooked(scopes)
     if optimizer is not None:
         check_holds(optimizer, model.parameters())
@@ -125,7 +131,7 @@ def shard(
         shards=kind.shards_optimizer,
         ledger=ledger,
         staging=Staging(bucket_bytes, on_change=partial(meter.add, "communication")),
-        tensor=tensor_mesh(model.named_parameters()),
+        tensor=tensor_mesh((item.name, item.parameter) for found in scopes.values() for item in found),
     )
     settings = {
         "stage": stage,
@@ -137,7 +143,7 @@ def shard(
         "bucket_bytes": bucket_bytes,
         "defragment": defragment,
     }
-    lines = [f"{name}={value}" for name, value in settings.items()]
+    lines = [f"{name}={value}" for name, value in settings.items()] + [f"ignored parameter {name!r}" for name in left]
     check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
 
     modules = dict(model.named_modules())
@@ -165,6 +171,8 @@ def shard(
     if optimizer is not None:
         remap(optimizer, _replacements(scopes, made))
     _retire(scopes)
+    for parameter in left.values():
+        mark_ignored(parameter)
     watch(engine)
     for name, value in {
         ENGINE: engine,
@@ -240,7 +248,7 @@ def _make_buckets(
     groups: dict[tuple[Dtypes, bool, torch.device], list[Found]] = {}
     for item in found:
         trainable = item.parameter.requires_grad
-        dtypes = precision.for_parameter(item.parameter.dtype, trainable)
+        dtypes = precision.for_parameter(item.parameter, item.places[0][0])
         groups.setdefault((dtypes, trainable, item.parameter.device), []).append(item)
     buckets = []
     for (dtypes, trainable, device), items in groups.items():

@@ -8,7 +8,7 @@ blocks) goes to the innermost scope that contains them all.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -58,25 +58,32 @@ def find_scopes(model: nn.Module, units: Units) -> list[str]:
 
 
 def find_parameters(
-    model: nn.Module, scopes: Sequence[str], ignored: Collection[int] = frozenset()
+    model: nn.Module, scopes: Sequence[str], ignored: Iterable[nn.Parameter] = ()
 ) -> dict[str, list[Found]]:
     """The parameters of each scope, in the order of `model.named_parameters()`; scopes without any are left out.
 
     Args:
-        ignored: ids of parameters to leave out.
+        ignored: parameters that are left out.
 
     Raises:
-        SettingsError: if two lie over the same memory without being one.
+        SettingsError: if two lie over the same memory without being one, or only one of them is ignored.
     """
-    parameters = {name: p for name, p in model.named_parameters() if id(p) not in ignored}
-    twins = find_twins(parameters, dict(model.named_buffers()))
+    everything = dict(model.named_parameters())
+    twins = find_twins(everything, dict(model.named_buffers()))
+    left = {id(parameter) for parameter in ignored}
+    for name, own in everything.items():
+        if (id(own) in left) is not (id(twins.get(id(own), own)) in left):
+            raise SettingsError(
+                f"parameter {name!r} shares its memory with another: ignored= must have both or neither"
+            )
+    parameters = {name: p for name, p in everything.items() if id(p) not in left}
     chains = _scopes_above(model, scopes)
     places: dict[int, list[Place]] = {}
     shared: dict[int, _Chain] = {}
     objects: dict[int, dict[int, nn.Parameter]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in ignored:
+            if parameter is None or id(parameter) in left:
                 continue
             key = id(twins.get(id(parameter), parameter))
             places.setdefault(key, []).append((module, attribute))

@@ -29,6 +29,7 @@ from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inpu
 from onecopy.sharding.buffers import Buffers
 from onecopy.sharding.discover import name_units_for
 from onecopy.sharding.frames import caller_of_hook, is_running
+from onecopy.sharding.ignored import is_ignored
 from onecopy.sharding.micro_batches import MicroBatches
 from onecopy.sharding.order import AgreedOrder, GatherOrder, agree_order, any_rank
 from onecopy.sharding.reducer import Reducer
@@ -51,7 +52,7 @@ class Engine:
         mesh: the ranks.
         ledger: where collectives are booked.
         meter: where bytes are counted.
-        inputs: dtype to which floating-point inputs of the model are cast, None to leave them.
+        inputs: dtype to which floating-point inputs of the model and its units are cast, None to leave them.
         accumulate: micro-batches in a step.
         prefetch: units to gather ahead.
         syncs_buffers: keep buffers equal to the first rank's.
@@ -138,7 +139,7 @@ class Engine:
 
     def _learn_forward(self, seen: list[Unit]) -> AgreedOrder:
         for name, parameter in self.model.named_parameters():
-            if not isinstance(parameter, SlicedTensor):
+            if not isinstance(parameter, SlicedTensor) and not is_ignored(parameter):
                 raise UsageError(
                     f"parameter {name!r} came into the model after onecopy.shard and would not be averaged over ranks: "
                     f"add and replace modules before."
@@ -183,13 +184,14 @@ class Engine:
             if self._in_backward:
                 self.recover()
             if unit.scope is self.model and len(unit.passages) == 1:
-                args, kwargs = self._begin_forward(args, kwargs, passage.edits, recorded=visit is not None)
+                self._begin_forward(recorded=visit is not None)
             if visit is None and self._records:
                 unit.unrecorded += 1
                 self._unrecorded += 1
             self.ledger.phase = "forward"
             self._gather_for_forward(unit)
         unit.show_whole()
+        args, kwargs = self._cast(args, kwargs, passage.edits)
         if visit is not None:
             visit.time = perf_counter()
             ended = partial(self._after_backward, unit, visit)
@@ -200,7 +202,7 @@ class Engine:
         """Slices in `p.grad` come and go by the user's hand, so they are looked at and not followed."""
         self.meter.set("gradients_sliced", sum(g.sliced_bytes for unit in self.units for g in unit.gradients))
 
-    def _begin_forward(self, args: Any, kwargs: Any, edits: Edits, *, recorded: bool) -> tuple[Any, Any]:
+    def _begin_forward(self, *, recorded: bool) -> None:
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.check()
@@ -212,6 +214,9 @@ class Engine:
         self._forward.begin()
         with self.ledger.during("forward"):
             self.buffers.before_forward(recorded=recorded, last=self.micro_batches.is_last)
+
+    def _cast(self, args: Any, kwargs: Any, edits: Edits) -> tuple[Any, Any]:
+        """A unit's floating-point inputs in the compute dtype; another unit may have computed in a wider one."""
         if self._inputs is None:
             return args, kwargs
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor, nn
 
 from onecopy.errors import SettingsError
 
@@ -18,8 +19,9 @@ class Precision:
     """Dtypes of a sharded model. None leaves the choice as said at each field; non-floating parameters keep theirs.
 
     Attributes:
-        compute: of whole parameters in forward and backward, and of floating-point inputs of the model. None: each
-            parameter's own.
+        compute: of whole parameters in forward and backward, and of floating-point inputs of the model and of each
+            unit. None: each parameter's own. Norms with running statistics (BatchNorm) compute with theirs in the
+            dtype of the statistics, which are buffers and keep it; what goes in and comes out is ``compute``.
         reduce: of gradients on the wire. None: the compute dtype. Sums over ranks are taken in fp32 or wider on gloo.
         accumulate: of gradients, kept and summed over micro-batches. None: fp32, or the master dtype where that is
             wider. A narrower one (bf16 over fp32 masters) halves what gradients take, as ZeRO §3.1 counts them, and
@@ -57,11 +59,15 @@ class Precision:
             )
         return _NAMED[precision]
 
-    def for_parameter(self, dtype: torch.dtype, trainable: bool) -> Dtypes:
-        """The dtypes of a parameter that was built as ``dtype``."""
+    def for_parameter(self, parameter: Tensor, holder: nn.Module) -> Dtypes:
+        """The dtypes of a parameter as ``holder`` was built with it."""
+        dtype, trainable = parameter.dtype, parameter.requires_grad
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, dtype, dtype)
         compute = self.compute or dtype
+        if isinstance(holder, _WITH_STATISTICS) and isinstance(holder.running_mean, Tensor):
+            # No kernel takes narrow weights beside wide statistics, and narrow statistics hardly move.
+            compute = torch.promote_types(compute, holder.running_mean.dtype)
         if not trainable:
             return Dtypes(compute, compute, compute, dtype)
         master = self.master or (torch.promote_types(dtype, torch.float32) if self.compute else dtype)
@@ -83,6 +89,16 @@ class Dtypes:
         """Whether gradients are summed over micro-batches in more than the master dtype, which they become at last."""
         return torch.promote_types(self.accumulate, self.master) != self.master
 
+
+_WITH_STATISTICS: Final = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
 
 _NAMED: Final = {
     "fp32": Precision(compute=torch.float32, master=torch.float32),

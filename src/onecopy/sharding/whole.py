@@ -15,6 +15,7 @@ from onecopy.sharding.bucket import Bucket, Found
 from onecopy.sharding.buffers import equalise
 from onecopy.sharding.engine import Engine, find_engine
 from onecopy.sharding.flat import FlatBuffer
+from onecopy.sharding.ignored import is_ignored, mark_ignored
 from onecopy.sharding.optimizers import mark_replaced, watch
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.unit import Unit
@@ -127,7 +128,16 @@ def allocate(model: nn.Module, device: torch.device | str) -> Engine:
                 mark_replaced(found.parameter, found.name)
     engine.rebuild_gradients()
     watch(engine)
+    ignored = {
+        id(p): nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+        for p in model.parameters()
+        if is_ignored(p)
+    }
     for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in ignored:
+                module._parameters[name] = ignored[id(parameter)]
+                mark_ignored(ignored[id(parameter)])
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -192,7 +202,7 @@ def _refuse_gradient(parameter: Tensor) -> None:
 
 def _parameters_of(target: nn.Module | Tensor | Iterable[Tensor]) -> list[SlicedTensor]:
     if isinstance(target, nn.Module):
-        found: list[Any] = list(target.parameters())
+        found: list[Any] = [parameter for parameter in target.parameters() if not is_ignored(parameter)]
     else:
         found = [target] if isinstance(target, Tensor) else list(target)
     for parameter in found:
