@@ -32,6 +32,7 @@ from onecopy.sharding.ignored import Ignored, find_ignored, mark_ignored
 from onecopy.sharding.optimizers import check_holds, mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.structure import guard
 from onecopy.sharding.tensor_parallel import describe, tensor_mesh
 from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
@@ -115,6 +116,11 @@ def shard(
     if activations is not None:
         activations.check()
     _check_not_sharded(model)
+    if torch.get_default_device().type == "meta":
+        raise UsageError(
+            "onecopy.shard was called inside `with torch.device('meta'):`, where its messages would have no values: "
+            "build the model inside, and call onecopy.shard(model, ...) and onecopy.materialize(model, device) outside."
+        )
     left = find_ignored(model, ignored)
     scopes = find_parameters(model, find_scopes(model, units), left.values())
     if not scopes:
@@ -174,6 +180,7 @@ def shard(
     for parameter in left.values():
         mark_ignored(parameter)
     watch(engine)
+    guard(model)
     for name, value in {
         ENGINE: engine,
         _ARENA: regions,

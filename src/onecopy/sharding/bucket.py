@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,11 @@ from onecopy.sharding.layout import ALIGNMENT, Cut, Layout
 from onecopy.sharding.precision import Dtypes
 from onecopy.sharding.sliced import SlicedTensor, Slicing, dense_strides, flatten
 from onecopy.sharding.tensor_parallel import spec_of
+
+NO_MEMORY: Final = (
+    "the model was sharded on the meta device and has no values yet: call onecopy.materialize(model, device), or "
+    "onecopy.load_pretrained(model, directory), before it is used."
+)
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -118,7 +124,7 @@ class Bucket:
             self._whole.free()
         if device.type != "meta":
             self.meter.add("parameters_sliced", self.master.nbytes)
-        self._fresh = self._aliased
+        self._fresh = self._aliased and device.type != "meta"
         self._gathering: Collective | None = None
         self._sent_from_whole: Collective | None = None
         self.entries = [
@@ -260,6 +266,8 @@ class Bucket:
         """Begin to make the parameters whole, unless they are or it has begun. Sends (N-1)/N of the bucket."""
         if self.is_whole:
             return
+        if self.device.type == "meta":
+            raise UsageError(NO_MEMORY)
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
         mine = self.master
@@ -297,7 +305,9 @@ class Bucket:
         return not self._aliased and self.shows(tensor)
 
     def check(self) -> None:
-        """Raise `UsageError` if a parameter was replaced, hooked, frozen or unfrozen since it was sharded."""
+        """Raise `UsageError` if a parameter was replaced, hooked, frozen or unfrozen since, or has no memory yet."""
+        if self.device.type == "meta":
+            raise UsageError(NO_MEMORY)
         for entry in self.entries:
             if entry.sliced.requires_grad is not self.trainable:
                 raise UsageError(
@@ -309,8 +319,7 @@ class Bucket:
                     f"parameter {entry.name!r} has gradient hooks, which do not run on sharded parameters: read "
                     f"p.grad after backward instead."
                 )
-            module, attribute = entry.places[0]
-            if module._parameters.get(attribute) is not entry.shown:
+            if any(module._parameters.get(attribute) is not entry.shown for module, attribute in entry.places):
                 raise UsageError(
                     f"parameter {entry.name!r} was replaced after onecopy.shard; edit it in place inside "
                     f"`with onecopy.gathered(model, write=True):` instead."

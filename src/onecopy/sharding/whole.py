@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
-from onecopy.sharding.bucket import Bucket, Found
+from onecopy.sharding.bucket import NO_MEMORY, Bucket, Found
 from onecopy.sharding.buffers import equalise
 from onecopy.sharding.engine import Engine, find_engine
 from onecopy.sharding.flat import FlatBuffer
@@ -41,10 +41,12 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
     """
     if isinstance(target, nn.Module) and (engine := find_engine(target)) is not None:
         engine.come_to_rest()
+        _check_has_memory(engine)
     wanted = _parameters_of(target)
     # In the order of the parameters, which is that of all ranks.
     engines = dict.fromkeys(_engine_of(parameter) for parameter in wanted)
     for engine in engines:
+        _check_has_memory(engine)
         engine.enter_gathered()
     opened = [_Opened(bucket, wanted) for engine in engines for bucket in _buckets_with(engine, wanted)]
     try:
@@ -194,6 +196,11 @@ class _Opened:
                 f"parameters of unit {self._bucket.unit!r} were changed inside onecopy.gathered, which would be lost: "
                 f"pass write=True to keep the first rank's changes, or edit copies."
             )
+
+
+def _check_has_memory(engine: Engine) -> None:
+    if any(bucket.device.type == "meta" for unit in engine.units for bucket in unit.buckets):
+        raise UsageError(NO_MEMORY)
 
 
 def _refuse_gradient(parameter: Tensor) -> None:
