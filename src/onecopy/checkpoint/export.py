@@ -1,4 +1,4 @@
-"""export: a checkpoint's weights as Hugging Face safetensors, one output file in memory at a time.
+"""export: a checkpoint's weights as Hugging Face safetensors, one output file in memory at a time on each rank.
 
     model.safetensors, or model-00001-of-00007.safetensors, ... and model.safetensors.index.json
     config.json, tokenizer.json, ...   what was saved with the checkpoint
@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import find_whole, read_tensors
 from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.checkpoint.writing import ASSET
-from onecopy.errors import SettingsError
+from onecopy.errors import CheckpointError, OnecopyError, SettingsError
 
 DTYPES: Final = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,9 @@ def export(
     file_bytes: int = 5_000_000_000,
     assets: Iterable[str | Path] = (),
 ) -> Exported:
-    """Write a checkpoint's weights as transformers loads them. One process calls it.
+    """Write a checkpoint's weights as transformers loads them. Inside a run every rank calls it, and writes a share.
 
-    Memory: one output file, and one piece of one tensor (64 MiB). Disk: the new files.
+    Memory: one output file on each rank, and one piece of one tensor (64 MiB). Disk: the new files.
 
     Args:
         checkpoint: one, or a directory of them, of which the newest whole one is taken.
@@ -65,47 +68,76 @@ def export(
 
     Raises:
         SettingsError: if ``out`` cannot be written.
-        CheckpointError: if there is no whole checkpoint.
+        CheckpointError: if there is no whole checkpoint, or it holds the trainable parameters alone.
     """
-    target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"{str(out)!r} must be new or empty, so that nothing is overwritten")
+    target, group = Path(out), Group.current()
+    group.finish_background()
+    group.on_first("looking at where to export", lambda: _check_free(target))
     path, manifest, _ = find_whole(Path(checkpoint))
-    reader = Reader(path)
-    saved = reader.read_metadata().state_dict_metadata
-    aliases = read_job(path)["aliases"]
+    saved = Reader(path).read_metadata().state_dict_metadata
+    job = read_job(path)
+    if job.get("trainable_only"):
+        raise CheckpointError(
+            f"{path} holds the trainable parameters alone (save(trainable_only=True)), which transformers would "
+            f"complete with random ones: load it into the model, save that whole, and export it"
+        )
     tensors = {
         key.removeprefix("model."): metadata
         for key, metadata in saved.items()
         if key.startswith("model.") and isinstance(metadata, TensorStorageMetadata)
     }
-    whole = {name: _empty(metadata, dtype) for name, metadata in tensors.items() if name not in aliases}
+    whole = {name: _empty(metadata, dtype) for name, metadata in tensors.items() if name not in job["aliases"]}
     groups = _split(whole, file_bytes)
+    names = _file_names(len(groups))
     making = target.with_name(f".exporting-{target.name}")
-    shutil.rmtree(making, ignore_errors=True)
-    try:
-        making.mkdir(parents=True)
-        names = _file_names(len(groups))
-        for name, group in zip(names, groups, strict=True):
-            _write_file(Reader(path), making / name, {key: whole[key] for key in group})
+    added = {name.removeprefix(ASSET): path / name for name in manifest.files if name.startswith(ASSET)}
+    added |= {Path(file).name: Path(file) for file in assets}
+
+    def write_share() -> None:
+        for name, keys in list(zip(names, groups, strict=True))[group.rank :: group.size]:
+            _write_file(Reader(path), making / name, {key: whole[key] for key in keys})
+
+    def complete() -> dict[str, int]:
         if len(groups) > 1:
-            places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+            places = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
             total = {"total_size": sum(tensor.nbytes for tensor in whole.values())}
             index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
             (making / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
-        kept = {name.removeprefix(ASSET): path / name for name in manifest.files if name.startswith(ASSET)}
-        for name, source in {**kept, **{Path(file).name: Path(file) for file in assets}}.items():
+        for name, source in added.items():
             shutil.copyfile(source, making / name)
         if dtype is not None and (making / "config.json").exists():
             _set_dtype(making / "config.json", dtype)
         if target.exists():
             target.rmdir()
         making.rename(target)
-    except OSError as error:
-        shutil.rmtree(making, ignore_errors=True)
-        raise SettingsError(f"cannot write {str(out)!r}: {error.strerror or error}") from None
-    files = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
+        return {file.name: file.stat().st_size for file in sorted(target.iterdir())}
+
+    try:
+        group.on_first("exporting", lambda: _on_disk(target, lambda: _begin(making)))
+        group.together("exporting", lambda: _on_disk(target, write_share))
+        files = group.on_first("exporting", lambda: _on_disk(target, complete))
+    except OnecopyError:
+        if group.rank == 0:
+            shutil.rmtree(making, ignore_errors=True)
+        raise
     return Exported(path, manifest.step, files, sum(tensor.numel() for tensor in whole.values()))
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(f"{str(target)!r} must be new or empty, so that nothing is overwritten")
+
+
+def _begin(making: Path) -> None:
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+
+
+def _on_disk(target: Path, do: Callable[[], T]) -> T:
+    try:
+        return do()
+    except OSError as error:
+        raise SettingsError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
 
 
 def _empty(metadata: TensorStorageMetadata, dtype: torch.dtype | None) -> torch.Tensor:
@@ -137,7 +169,7 @@ def _write_file(reader: Reader, file: Path, like: Mapping[str, torch.Tensor]) ->
     from safetensors.torch import save_file
 
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
-    read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()})
+    read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()}, Group(None))
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:

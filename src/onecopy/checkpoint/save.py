@@ -19,7 +19,6 @@ from onecopy.errors import SettingsError, UsageError
 from onecopy.sharding.api import engine_of, phase_of
 from onecopy.sharding.engine import find_engine
 from onecopy.sharding.ignored import is_ignored
-from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.sliced import SlicedTensor
 
 
@@ -36,8 +35,12 @@ def save(
     keep: int | None = None,
     background: bool = False,
     assets: Iterable[str | Path] = (),
+    trainable_only: bool = False,
 ) -> Saving:
-    """Save a training run between two steps. Every rank calls it; all must see one file system.
+    """Save a training run, at any moment outside of forward and backward. Every rank calls it; all see one file system.
+
+    Gradients are not saved. What waits for the last micro-batch of its step is neither saved nor lost: training goes on
+    with it, and a run that is resumed begins the step anew.
 
     The model may be sharded by onecopy at any stage, plain, in DDP or under fully_shard. Parameters are saved in the
     master dtype, by name, with their true shapes, once; so are optimizer states and persistent buffers (the first
@@ -54,13 +57,15 @@ def save(
             save waits for the first one, so there is never more than one copy.
         assets: small files to keep with the checkpoint for `onecopy export`: a tokenizer's. The config of a model of
             transformers is kept without being asked for.
+        trainable_only: leave frozen parameters out, whose values come from elsewhere (LoRA). `load` then lets a model
+            keep its own.
 
     Returns:
         The save; without ``background`` it has ended well. `Saving.wait()` gives the checkpoint's path.
 
     Raises:
         SettingsError: for a setting that cannot work.
-        UsageError: if gradients are waiting for the rest of their step, or a value cannot be saved.
+        UsageError: if a value cannot be saved, or nothing is trainable.
         CheckpointError: if it could not be saved; earlier checkpoints are untouched.
     """
     if keep is not None and keep < 1:
@@ -69,16 +74,20 @@ def save(
         raise SettingsError(f"step must be 0 or more; found {step}")
     group = Group.current()
     group.finish_background()
-    named = name_tensors(model)
-    check_has_values(named)
+    everything = name_tensors(model)
+    check_has_values(everything)
+    named = _without_frozen(everything) if trainable_only else everything
     contents: Contents = {}
     job: list[bytes] = []
     kept = _config_of(model)
 
     def collect() -> None:
-        _check_between_steps(named)
-        found, rest = _collect(named, optimizer, group.rank)
-        rest |= {"extra": extra, **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o}}
+        found, rest = _collect(named, everything, optimizer, group.rank)
+        rest |= {
+            "extra": extra,
+            "trainable_only": trainable_only,
+            **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o},
+        }
         of_rank = _packed({"generators": take_generators(), "extra": rank_extra}, "rank_extra")
         contents.update(found, ranks={str(group.rank): of_rank})
         job.append(_packed(rest, "extra, or the state of the scheduler or scaler,").numpy().tobytes())
@@ -103,25 +112,27 @@ def save(
         )
 
 
-def _collect(named: Named, optimizer: Optimizer | None, rank: int) -> tuple[Contents, dict[str, Any]]:
+def _collect(
+    named: Named, everything: Named, optimizer: Optimizer | None, rank: int
+) -> tuple[Contents, dict[str, Any]]:
     # Buffers and ignored parameters may differ between ranks; the first one's are kept.
     shared = {name: p for name, p in named.parameters.items() if rank == 0 or not is_ignored(p)}
     model: dict[str, Any] = {**shared, **(named.buffers if rank == 0 else {})}
     contents: Contents = {"model": model}
     job: dict[str, Any] = {"aliases": dict(named.aliases), "objects": dict(named.objects)}
     if optimizer is not None:
-        tensors, job["optimizer"] = take_states(optimizer, named)
+        tensors, job["optimizer"] = take_states(optimizer, everything)
         contents["optimizer"] = {"state": {name: own for name, own in tensors.items() if name in shared}}
     return contents, job
 
 
-def _check_between_steps(named: Named) -> None:
-    for name, parameter in named.parameters.items():
-        if isinstance(parameter.grad, PendingGradient):
-            raise UsageError(
-                f"the gradient of {name!r} waits for the last micro-batch of its step and would be lost: save after "
-                f"optimizer.step()"
-            )
+def _without_frozen(named: Named) -> Named:
+    parameters = {name: p for name, p in named.parameters.items() if p.requires_grad}
+    if not parameters:
+        raise UsageError("trainable_only=True would save no parameter: all of the model's are frozen")
+    there = {*parameters, *named.buffers}
+    aliases = {alias: name for alias, name in named.aliases.items() if name in there}
+    return Named(parameters, named.buffers, aliases, named.objects)
 
 
 def _config_of(model: nn.Module) -> dict[str, bytes]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from types import UnionType
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -44,8 +44,22 @@ _bucket_numbers = itertools.count()
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _outside_of_meta(function: Callable[P, R]) -> Callable[P, R]:
+    """Inside `torch.device("meta")`, where the model may be built, messages are to have values all the same."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_outside_of_meta
 def shard(
     model: ModelT,
     stage: int,
@@ -116,11 +130,6 @@ def shard(
     if activations is not None:
         activations.check()
     _check_not_sharded(model)
-    if torch.get_default_device().type == "meta":
-        raise UsageError(
-            "onecopy.shard was called inside `with torch.device('meta'):`, where its messages would have no values: "
-            "build the model inside, and call onecopy.shard(model, ...) and onecopy.materialize(model, device) outside."
-        )
     left = find_ignored(model, ignored)
     scopes = find_parameters(model, find_scopes(model, units), left.values())
     if not scopes:
