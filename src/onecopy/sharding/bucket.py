@@ -68,6 +68,11 @@ class Entry:
     shown: nn.Parameter
     whole: nn.Parameter
 
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let modules hold ``parameter``."""
+        for module, attribute in self.places:
+            module._parameters[attribute] = parameter
+
 
 class Bucket:
     """See the file's first lines.

@@ -61,6 +61,7 @@ class Engine:
         gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
         micro_batches: where in a step training is.
         buffers: what is not sharded.
+        inputs: as it was given.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Engine:
         self.meter = meter
         self.gathered = 0
         self.micro_batches = MicroBatches(accumulate)
-        self._inputs = inputs
+        self.inputs = inputs
         self.buffers = Buffers(model, mesh, syncs=syncs_buffers)
         self._step_began = 0.0
         self._state_bytes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
@@ -217,11 +218,11 @@ class Engine:
 
     def _cast(self, args: Any, kwargs: Any, edits: Edits) -> tuple[Any, Any]:
         """A unit's floating-point inputs in the compute dtype; another unit may have computed in a wider one."""
-        if self._inputs is None:
+        if self.inputs is None:
             return args, kwargs
 
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self._inputs) if tensor.is_floating_point() else tensor
+            return tensor.to(self.inputs) if tensor.is_floating_point() else tensor
 
         return replace_tensors(args, cast, edits), replace_tensors(kwargs, cast, edits)
 

@@ -13,6 +13,7 @@ from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import NO_MEMORY, Bucket, Found
 from onecopy.sharding.buffers import equalise
+from onecopy.sharding.computing import Computing, Copies
 from onecopy.sharding.engine import Engine, find_engine
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.ignored import is_ignored, mark_ignored
@@ -27,7 +28,10 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
 
     Inside, the modules hold plain `nn.Parameter`s of full shape in the master dtype: generate, inspect, save, edit.
     Those that tensor parallelism has made DTensors are DTensors again, whose `full_tensor()` is the whole.
-    Memory: all of the parameters asked for, on every rank. Traffic: (N-1)/N of them; with ``write`` that much again.
+    A module that is called computes as in training: under ``precision=`` with copies in the compute dtype, made at the
+    first call, and with its floating-point inputs cast.
+    Memory: all of the parameters asked for, on every rank, and those copies. Traffic: (N-1)/N of them; with ``write``
+    that much again.
 
     Args:
         target: a sharded model or a module in it, one of its parameters, or several.
@@ -48,7 +52,15 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
     for engine in engines:
         _check_has_memory(engine)
         engine.enter_gathered()
-    opened = [_Opened(bucket, wanted) for engine in engines for bucket in _buckets_with(engine, wanted)]
+    opened: list[_Opened] = []
+    computing: list[Computing] = []
+    for engine in engines:
+        own = [_Opened(bucket, wanted) for bucket in _buckets_with(engine, wanted)]
+        opened += own
+        if engine.inputs is not None:
+            copies = [item.copies() for item in own if item.computes_in_another_dtype]
+            scopes = [unit.scope for unit in engine.units]
+            computing.append(Computing(engine.model, scopes, engine.inputs, copies, write))
     try:
         if isinstance(target, nn.Module):
             yield target
@@ -66,6 +78,8 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
         for item in opened:
             item.store(write)
     finally:
+        for each in computing:
+            each.close()
         for engine in engines:
             engine.gathered -= 1
 
@@ -177,9 +191,18 @@ class _Opened:
             if bucket.trainable:
                 whole.register_post_accumulate_grad_hook(_refuse_gradient)
             self.shown.append((entry.sliced, whole))
-            for module, attribute in entry.places:
-                module._parameters[attribute] = whole
+            entry.put(whole)
         self._written = self._writes()
+
+    @property
+    def computes_in_another_dtype(self) -> bool:
+        return self._bucket.dtypes.compute != self._bucket.dtypes.master
+
+    def copies(self) -> Copies:
+        """The same parameters for computing with."""
+        entries = {id(entry.sliced): entry for entry in self._bucket.entries}
+        shown = [(entries[id(sliced)], whole) for sliced, whole in self.shown]
+        return Copies(self._bucket, self._buffer, shown, _refuse_gradient)
 
     def _writes(self) -> int:
         """Counts writes. Plain parameters share the count of the buffer's views; each DTensor has its own."""
