@@ -28,6 +28,7 @@ from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, mark_inputs
 from onecopy.sharding.buffers import Buffers
 from onecopy.sharding.discover import name_units_for
+from onecopy.sharding.entrances import open_entrances
 from onecopy.sharding.frames import caller_of_hook, is_running
 from onecopy.sharding.ignored import is_ignored
 from onecopy.sharding.micro_batches import MicroBatches
@@ -106,6 +107,7 @@ class Engine:
         self._root = root[0] if root else Unit("", model, ())
         if not root:
             self._attach(self._root)
+        open_entrances(self._root, self._before_forward, self._after_forward, self._forget_interrupted)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
