@@ -52,6 +52,10 @@ class _Buffer:
         return f"{self.name!r} of shape {tuple(self.tensor.shape)}, {self.tensor.dtype}"
 
 
+_Place = tuple[str, nn.Module, str]
+"""A buffer's name, the module that holds it, and as which attribute."""
+
+
 class Buffers:
     """Keeps a model's buffers equal to those of the mesh's first rank.
 
@@ -67,7 +71,7 @@ class Buffers:
         self._syncs = syncs and mesh.size > 1
         self._exchanges = 0
         self._differing: set[str] = set()
-        self._common: set[str] | None = None
+        self._sent: list[_Place] = []
         self._due = True
         self._stale = False
 
@@ -95,32 +99,26 @@ class Buffers:
         self._stale = False
         self._exchanges += 1
         number = self._exchanges
-        found = _find(self._model)
         if number & (number - 1) == 0 or number % _COMPARED_EVERY == 0:
-            self._compare(found)
-            return
-        wanted = [
-            buffer
-            for buffer in found
-            if buffer.name in self._differing or (buffer.persistent and buffer.tensor.nbytes <= _SMALL)
-        ]
-        if self._common is not None:
-            wanted = [buffer for buffer in wanted if buffer.name in self._common]
-        _send(wanted, self._mesh.axes)
+            self._compare()
+        elif self._sent:
+            _send([found for place in self._sent if (found := _look(*place)) is not None], self._mesh.axes)
 
-    def _compare(self, found: list[_Buffer]) -> None:
+    def _compare(self) -> None:
         """Send all buffers, and learn which differ between ranks."""
-        self._common = _agree(found, self._mesh)
-        if self._common is not None:
-            found = [buffer for buffer in found if buffer.name in self._common]
-        if not found:
-            return
+        places = _places(self._model)
+        found = [buffer for place in places if (buffer := _look(*place)) is not None]
+        common = _agree(found, self._mesh)
+        if common is not None:
+            found = [buffer for buffer in found if buffer.name in common]
         differing = _send(found, self._mesh.axes, compare=True)
         flags = torch.tensor([b.name in differing for b in found], dtype=torch.uint8, device=self._mesh.control_device)
-        for axis in self._mesh.axes:
+        for axis in self._mesh.axes if found else ():
             if message := axis.combine(flags, "agree", maximum=True):
                 message.finish()
         self._differing |= {b.name for b, differs in zip(found, flags.tolist(), strict=True) if differs}
+        sent = {b.name for b in found if b.name in self._differing or (b.persistent and b.tensor.nbytes <= _SMALL)}
+        self._sent = [place for place in places if place[0] in sent]
 
 
 def equalise(model: nn.Module, mesh: Mesh) -> None:
@@ -132,20 +130,30 @@ def equalise(model: nn.Module, mesh: Mesh) -> None:
 
 def _find(model: nn.Module) -> list[_Buffer]:
     """The buffers that have values, each once."""
-    found: dict[int, _Buffer] = {}
+    return [found for place in _places(model) if (found := _look(*place)) is not None]
+
+
+def _places(model: nn.Module) -> list[_Place]:
+    """Where the model holds buffers, each once."""
+    found: dict[int, _Place] = {}
     for path, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
-            if buffer is None or buffer.is_meta or buffer.layout is not torch.strided or id(buffer) in found:
-                continue
-            local = local_of(buffer).data
-            for dimension, stride in enumerate(local.stride()):
-                if stride == 0:
-                    local = local.narrow(dimension, 0, min(1, local.shape[dimension]))
-            if local.numel():
-                name = f"{path}.{attribute}" if path else attribute
-                persistent = attribute not in module._non_persistent_buffers_set
-                found[id(buffer)] = _Buffer(name, local, persistent, not is_dtensor(buffer))
+            if buffer is not None:
+                found.setdefault(id(buffer), (f"{path}.{attribute}" if path else attribute, module, attribute))
     return list(found.values())
+
+
+def _look(name: str, module: nn.Module, attribute: str) -> _Buffer | None:
+    """The buffer that is at a place now, if it has values."""
+    buffer = module._buffers.get(attribute)
+    if buffer is None or buffer.is_meta or buffer.layout is not torch.strided or not buffer.numel():
+        return None
+    local = local_of(buffer).data
+    for dimension, stride in enumerate(local.stride()):
+        if stride == 0:
+            local = local.narrow(dimension, 0, min(1, local.shape[dimension]))
+    persistent = attribute not in module._non_persistent_buffers_set
+    return _Buffer(name, local, persistent, not is_dtensor(buffer))
 
 
 def _send(buffers: Iterable[_Buffer], axes: Iterable[Axis], *, compare: bool = False) -> set[str]:
@@ -171,7 +179,8 @@ def _send(buffers: Iterable[_Buffer], axes: Iterable[Axis], *, compare: bool = F
             axis.broadcast(flat, "", _TAG)
         if all(axis.rank == 0 for axis in axes):
             continue
-        if not torch.equal(flat[:_HEADER], own[:_HEADER]):
+        # On a device the comparison would wait for the message, and native calls take no other length anyway.
+        if (compare or flat.is_cpu) and not torch.equal(flat[:_HEADER], own[:_HEADER]):
             raise MismatchError(
                 f"buffers have other shapes or dtypes on this rank than on rank {axes[0].ranks[0]}; here they are "
                 f"{', '.join(sorted(b.description for b in group))}. Give them the same on every rank, or call "

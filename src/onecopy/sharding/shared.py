@@ -40,7 +40,8 @@ def find_twins(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
         SettingsError: if a parameter shares only some elements with another or with a buffer, or shows them otherwise.
     """
     order = {name: position for position, name in enumerate([*parameters, *buffers])}
-    spans = [_span(name, tensor) for name, tensor in {**parameters, **buffers}.items() if tensor.numel()]
+    found = [_span(name, tensor) for name, tensor in {**parameters, **buffers}.items() if tensor.numel()]
+    spans = [span for span in found if span is not None]
     spans.sort(key=lambda span: (span.memory, span.start, order[span.name]))
     twins: dict[int, nn.Parameter] = {}
     reaching: list[_Span] = []
@@ -58,7 +59,8 @@ def find_twins(parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Ten
     return twins
 
 
-def _span(name: str, tensor: Tensor) -> _Span:
+def _span(name: str, tensor: Tensor) -> _Span | None:
+    """None for a tensor that is made of others (a quantised one), and has no memory of its own."""
     local = local_of(tensor)
     storage = local.untyped_storage()
     size = local.itemsize
@@ -67,7 +69,12 @@ def _span(name: str, tensor: Tensor) -> _Span:
     if storage.device.type == "meta":
         start = int(local.storage_offset()) * size
         return _Span(("meta", storage._cdata), start, start + length, name, local)
-    start = local.data_ptr()
+    try:
+        start = local.data_ptr()
+    except RuntimeError:
+        return None
+    if start == 0:
+        return None
     return _Span((str(local.device), 0), start, start + length, name, local)
 
 
