@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,15 +46,20 @@ class Codebook(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
-def _train(model: nn.Module, core: Codebook, batches: list[Any], rank: int, num_ranks: int) -> list[dict[str, Tensor]]:
+def _train(
+    model: nn.Module, core: Codebook, batches: list[Any], rank: int, num_ranks: int, accumulate: int
+) -> list[dict[str, Tensor]]:
     """The buffers of this rank as each forward found them, and at last as an evaluation does."""
     seen: list[dict[str, Tensor]] = []
     core.register_forward_pre_hook(lambda *_: seen.append({n: b.clone() for n, b in core.named_buffers()}))
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     for number, batch in enumerate(batches):
-        model(*part(batch, rank, num_ranks)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        last = (number + 1) % accumulate == 0
+        with nullcontext() if last else model.no_sync():
+            model(*part(batch, rank, num_ranks)).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
         if number > 1:
             # Between two steps, and by what each rank has at hand.
             core.codes.data[0] += 0.1 * rank + 0.1
@@ -64,13 +70,14 @@ def _train(model: nn.Module, core: Codebook, batches: list[Any], rank: int, num_
 
 
 @every_stage
-def test_every_forward_finds_the_buffers_that_ddps_does(stage: int, num_ranks: int) -> None:
-    """Oracle: DDP at its defaults, whose buffers are the first rank's before each forward. 7 steps, large and small."""
-    batches = vector_batches(7)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_every_forward_finds_the_buffers_that_ddps_does(accumulate: int, stage: int, num_ranks: int) -> None:
+    """Oracle: DDP at its defaults, whose buffers are the first rank's before each step's first forward."""
+    batches = vector_batches(9)
 
     @torch.no_grad()
     def check(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
-        assert len(found) == len(expected) == 8
+        assert len(found) == len(expected) == 10
         for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
             for name, value in theirs.items():
                 torch.testing.assert_close(ours[name], value, msg=lambda text, at=(number, name): f"{at}: {text}")
@@ -78,9 +85,9 @@ def test_every_forward_finds_the_buffers_that_ddps_does(stage: int, num_ranks: i
     def run(rank: int) -> Tensor:
         twin = seeded(Codebook)
         twin.places = twin.places.clone()  # DDP itself takes no expanded buffer
-        expected = _train(DistributedDataParallel(twin), twin, batches, rank, num_ranks)
+        expected = _train(DistributedDataParallel(twin), twin, batches, rank, num_ranks, accumulate)
         model = onecopy.shard(seeded(Codebook), stage)
-        found = _train(model, model, batches, rank, num_ranks)
+        found = _train(model, model, batches, rank, num_ranks, accumulate)
         # What users write after the last step only a forward for training spreads; DDP's evaluation does too.
         found[-1]["codes"][0] = expected[-1]["codes"][0]
         check(found, expected)

@@ -117,6 +117,35 @@ def test_ignored_parameters_are_each_ranks_own(stage: int, num_ranks: int, tmp_p
     run_ranks(num_ranks, run)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-loop", "sgd"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_scaler_skips_a_step_for_plain_and_sliced_parameters_alike(optimizer: str, stage: int) -> None:
+    """Oracle: the plain model on one process. The ignored gradient is averaged by the loop, as ever."""
+
+    def loop(model: nn.Module, mine: Mine, averages: bool) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+        found = OPTIMIZERS[optimizer](model.parameters())
+        for number, (x, y) in enumerate(vector_batches(4)):
+            scaler.scale(model(*mine((x, y * (float("inf") if number == 1 else 1))))).backward()
+            if averages:
+                dist.all_reduce(model.head.bias.grad)
+                model.head.bias.grad /= 2
+            scaler.step(found)
+            scaler.update()
+            found.zero_grad()
+        assert scaler.get_scale() == 2.0
+
+    def run(rank: int) -> None:
+        twin = seeded(Stack)
+        loop(twin, lambda batch: batch, averages=False)
+        model = onecopy.shard(seeded(Stack), stage, ignored=["head.bias"])
+        loop(model, lambda batch: part(batch, rank, 2), averages=True)
+        for name, value in whole_weights(twin).items():
+            torch.testing.assert_close(gathered_weights(model)[name], value, rtol=0, atol=1e-6)
+
+    run_ranks(2, run)
+
+
 def test_an_ignored_parameter_on_meta_gets_memory_and_the_values_of_its_module() -> None:
     def run(rank: int) -> None:
         with torch.device("meta"):
