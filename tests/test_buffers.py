@@ -165,6 +165,21 @@ def test_one_rank_alone_evaluates_a_replicated_model_after_a_step() -> None:
     run_ranks(2, run, group_timeout=5)
 
 
+def test_statistics_that_are_taken_anew_are_equal_in_the_evaluation_that_follows() -> None:
+    """As `torch.optim.swa_utils.update_bn` does, without a step. Oracle: the first rank's alone, in plain PyTorch."""
+
+    def run(rank: int) -> None:
+        batches = vector_batches(3)
+        plain, model = seeded(Codebook), onecopy.shard(seeded(Codebook), 2)
+        with torch.no_grad():
+            for batch in batches:
+                plain(*part(batch, 0, 2))
+                model(*part(batch, rank, 2))
+            assert torch.equal(model.eval()(*batches[0]), plain.eval()(*batches[0]))
+
+    run_ranks(2, run)
+
+
 @every_stage
 def test_what_is_saved_and_evaluated_between_micro_batches_is_the_first_ranks(stage: int, num_ranks: int) -> None:
     """Oracle: the first rank's buffers, exchanged by torch.distributed. No step has made them equal there."""

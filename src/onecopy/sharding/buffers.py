@@ -3,8 +3,8 @@
     before a forward for training        what users' code has done to them since the last step is made equal
     before the optimizer's step          what the forwards have done; so between steps they are equal on all ranks
 
-Hence evaluation, a save and `state_dict()` need no message. A forward for evaluation sends one only where a forward for
-training came and no step since, and none inside `torch.no_grad()` of a model in training mode.
+Hence evaluation and `state_dict()` need no message. A forward for evaluation sends one only where forwards for training
+came and no step since, and none inside `torch.no_grad()` of a model in training mode. `save` and `gathered` always do.
 
 Most buffers never change (rotary tables, masks). So what is sent each time is what is small and persistent, and what
 was found to differ between ranks; the others are compared from time to time.
@@ -73,6 +73,7 @@ class Buffers:
         self._differing: set[str] = set()
         self._sent: list[_Place] = []
         self._due = True
+        self._trained = False
         self._stale = False
 
     def before_forward(self, *, recorded: bool, last: bool) -> None:
@@ -88,15 +89,21 @@ class Buffers:
             self._exchange()
         if recorded:
             self._due = last
+        self._trained = self._trained or recorded
         self._stale = self._stale or recorded or self._model.training
 
+    def before_step(self) -> None:
+        """The optimizer is about to step, on every rank."""
+        if self._trained:
+            self.settle()
+
     def settle(self) -> None:
-        """Make buffers equal after forwards for training; every rank calls it."""
-        if self._syncs and self._stale:
+        """Make buffers equal, whatever was done to them; every rank calls it."""
+        if self._syncs:
             self._exchange()
 
     def _exchange(self) -> None:
-        self._stale = False
+        self._trained = self._stale = False
         self._exchanges += 1
         number = self._exchanges
         if number & (number - 1) == 0 or number % _COMPARED_EVERY == 0:

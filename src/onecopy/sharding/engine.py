@@ -393,7 +393,7 @@ class Engine:
         self.come_to_rest()
         self._reducer.settle()
         self.ledger.phase = "step"
-        self.buffers.settle()
+        self.buffers.before_step()
         self._count_gradients()
         self._step_began = perf_counter()
 
