@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
-from types import UnionType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -31,6 +30,13 @@ from onecopy.sharding.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.ignored import Ignored, find_ignored, mark_ignored
 from onecopy.sharding.optimizers import check_holds, mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
+from onecopy.sharding.preconditions import (
+    check_count,
+    check_holds_once,
+    check_kind,
+    check_not_hooked,
+    check_not_sharded,
+)
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.structure import guard
 from onecopy.sharding.tensor_parallel import describe, tensor_mesh
@@ -117,28 +123,28 @@ def shard(
     """
     kind = Stage.of(stage)
     dtypes = Precision.of(precision)
-    _check_count("accumulate", accumulate, at_least=1)
-    _check_count("prefetch", prefetch, at_least=0)
+    check_count("accumulate", accumulate, at_least=1)
+    check_count("prefetch", prefetch, at_least=0)
     if bucket_bytes is not None:
-        _check_count("bucket_bytes", bucket_bytes, at_least=1)
-    _check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
-    _check_kind("defragment", defragment, bool, "True or False")
-    _check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
-    _check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
-    _check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
-    _check_kind("model", model, nn.Module, "a torch.nn.Module")
+        check_count("bucket_bytes", bucket_bytes, at_least=1)
+    check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
+    check_kind("defragment", defragment, bool, "True or False")
+    check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
+    check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
+    check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     if activations is not None:
         activations.check()
-    _check_not_sharded(model)
+    check_not_sharded(model)
     left = find_ignored(model, ignored)
     scopes = find_parameters(model, find_scopes(model, units), left.values())
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
     device = next(iter(scopes.values()))[0].parameter.device
-    _check_not_hooked(scopes)
+    check_not_hooked(scopes)
     if optimizer is not None:
         check_holds(optimizer, model.parameters())
-        _check_holds_once(optimizer, scopes)
+        check_holds_once(optimizer, scopes)
     ledger = Ledger()
     meter = Meter(ledger)
     ranks = make_mesh(
@@ -310,44 +316,3 @@ def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
         for name, found in scopes.items()
         for item in found
     ]
-
-
-def _check_count(name: str, value: int, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise SettingsError(f"{name} must be a whole number of at least {at_least}; found {value!r}")
-
-
-def _check_kind(name: str, value: object, kind: type | UnionType, expected: str) -> None:
-    if not isinstance(value, kind):
-        raise SettingsError(f"{name} must be {expected}; found {value!r}")
-
-
-def _check_holds_once(optimizer: Optimizer, scopes: dict[str, list[Found]]) -> None:
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for found in scopes.values():
-        for item in found:
-            if sum(id(parameter) in held for parameter in (item.parameter, *item.twins)) > 1:
-                raise UsageError(
-                    f"optimizer= holds {item.name!r} twice, as two parameters over the same memory, which onecopy.shard"
-                    f" makes one: make the optimizer from model.parameters() afterwards."
-                )
-
-
-def _check_not_hooked(scopes: dict[str, list[Found]]) -> None:
-    for found in scopes.values():
-        for item in found:
-            if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in (item.parameter, *item.twins)):
-                raise SettingsError(
-                    f"parameter {item.name!r} has gradient hooks, which would not run on a sharded parameter: remove "
-                    f"them and read p.grad after backward instead."
-                )
-
-
-def _check_not_sharded(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, ENGINE)
-        if sharded:
-            raise UsageError(
-                f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, "
-                f"and say with units= what is gathered as one."
-            )
