@@ -377,24 +377,23 @@ class WithBatchNorm(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """Half-width copies of all parameters but those of norms with statistics, whose buffers stay fp32."""
+    """Half-width copies of all parameters, those of norms with statistics in fp32 again; buffers stay fp32."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *batch: Tensor) -> Tensor:
-        narrow = {
-            name: p
-            if isinstance(self.model.get_submodule(name.rpartition(".")[0]), nn.BatchNorm1d | nn.InstanceNorm1d)
-            else p.bfloat16()
-            for name, p in self.model.named_parameters()
-        }
+        narrow = {name: p.bfloat16() for name, p in self.model.named_parameters()}
+        for name, p in narrow.items():
+            if isinstance(self.model.get_submodule(name.rpartition(".")[0]), nn.BatchNorm1d | nn.InstanceNorm1d):
+                narrow[name] = p.float()
         return functional_call(self.model, narrow, tuple(tensor.bfloat16() for tensor in batch))
 
 
+@pytest.mark.parametrize("units", ["auto", [nn.BatchNorm1d, nn.InstanceNorm1d]])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_norms_with_statistics_compute_in_the_dtype_of_these(stage: int) -> None:
+def test_norms_with_statistics_compute_in_the_dtype_of_these(stage: int, units: Any) -> None:
     """Oracle: one process with fp32 norms and statistics between bf16 layers, as kernels define it. One rank's data."""
 
     def run(rank: int) -> None:
@@ -402,7 +401,7 @@ def test_norms_with_statistics_compute_in_the_dtype_of_these(stage: int) -> None
         mixed = _Mixed(twin)
         batches = vector_batches(3)
         expected = train(mixed, torch.optim.SGD(twin.parameters(), lr=0.1), batches)
-        model = onecopy.shard(seeded(WithBatchNorm), stage, precision="bf16")
+        model = onecopy.shard(seeded(WithBatchNorm), stage, precision="bf16", units=units)
         found = train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
         assert found.losses == pytest.approx(expected.losses, rel=1e-2)
         for (name, buffer), value in zip(model.named_buffers(), twin.buffers(), strict=True):
@@ -410,5 +409,12 @@ def test_norms_with_statistics_compute_in_the_dtype_of_these(stage: int) -> None
         model.eval()
         with torch.no_grad():
             torch.testing.assert_close(model(*batches[0]), mixed.eval()(*batches[0]), rtol=1e-2, atol=1e-2)
+            with onecopy.gathered(model):
+                x, norm = torch.ones(1, 2, 5), model.norm
+                weight, bias = norm.weight.bfloat16().float(), norm.bias.bfloat16().float()
+                statistics = norm.running_mean, norm.running_var
+                kernel = F.instance_norm(x.bfloat16(), *statistics, weight, bias, use_input_stats=False)
+                assert torch.equal(norm(x), kernel)
+        assert all(isinstance(parameter, onecopy.SlicedTensor) for parameter in model.parameters())
 
     run_ranks(2, run)

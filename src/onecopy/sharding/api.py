@@ -38,6 +38,7 @@ from onecopy.sharding.preconditions import (
     check_not_sharded,
 )
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.statistics import widen_weights
 from onecopy.sharding.structure import guard
 from onecopy.sharding.tensor_parallel import describe, tensor_mesh
 from onecopy.sharding.unit import Unit
@@ -185,6 +186,8 @@ def shard(
         prefetch=prefetch,
         syncs_buffers=broadcast_buffers,
     )
+    if dtypes.compute is not None:
+        widen_weights(model)
     if activations is not None:
         activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter, regions)
     if device.type != "meta":
@@ -270,7 +273,7 @@ def _make_buckets(
     groups: dict[tuple[Dtypes, bool, torch.device], list[Found]] = {}
     for item in found:
         trainable = item.parameter.requires_grad
-        dtypes = precision.for_parameter(item.parameter, item.places[0][0])
+        dtypes = precision.for_parameter(item.parameter.dtype, trainable)
         groups.setdefault((dtypes, trainable, item.parameter.device), []).append(item)
     buckets = []
     for (dtypes, trainable, device), items in groups.items():

@@ -99,11 +99,10 @@ class Computing:
         self._writes = writes
         self._calls: list[Edits] = []
         self._handles: list[RemovableHandle] = []
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
         for module in model.modules():
-            self._handles.append(
-                module.register_forward_pre_hook(torch.compiler.disable(self._before), with_kwargs=True)
-            )
-            self._handles.append(module.register_forward_hook(torch.compiler.disable(self._after), always_call=True))
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def close(self) -> None:
         """Modules are called as they were before."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor, nn
 
 from onecopy.errors import SettingsError
 
@@ -20,8 +19,8 @@ class Precision:
 
     Attributes:
         compute: of whole parameters in forward and backward, and of floating-point inputs of the model and of each
-            unit. None: each parameter's own. Norms with running statistics (BatchNorm) compute with theirs in the
-            dtype of the statistics, which are buffers and keep it; what goes in and comes out is ``compute``.
+            unit. None: each parameter's own. Norms with running statistics (BatchNorm) widen theirs to the dtype of
+            the statistics, which are buffers and keep it (`statistics.py`).
         reduce: of gradients on the wire. None: the compute dtype. Sums over ranks are taken in fp32 or wider on gloo.
         accumulate: of gradients, kept and summed over micro-batches. None: fp32, or the master dtype where that is
             wider. A narrower one (bf16 over fp32 masters) halves what gradients take, as ZeRO §3.1 counts them, and
@@ -59,15 +58,11 @@ class Precision:
             )
         return _NAMED[precision]
 
-    def for_parameter(self, parameter: Tensor, holder: nn.Module) -> Dtypes:
-        """The dtypes of a parameter as ``holder`` was built with it."""
-        dtype, trainable = parameter.dtype, parameter.requires_grad
+    def for_parameter(self, dtype: torch.dtype, trainable: bool) -> Dtypes:
+        """The dtypes of a parameter that was built as ``dtype``."""
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, dtype, dtype)
         compute = self.compute or dtype
-        if isinstance(holder, _WITH_STATISTICS) and isinstance(holder.running_mean, Tensor):
-            # No kernel takes narrow weights beside wide statistics, and narrow statistics hardly move.
-            compute = torch.promote_types(compute, holder.running_mean.dtype)
         if not trainable:
             return Dtypes(compute, compute, compute, dtype)
         master = self.master or (torch.promote_types(dtype, torch.float32) if self.compute else dtype)
@@ -89,16 +84,6 @@ class Dtypes:
         """Whether gradients are summed over micro-batches in more than the master dtype, which they become at last."""
         return torch.promote_types(self.accumulate, self.master) != self.master
 
-
-_WITH_STATISTICS: Final = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
 
 _NAMED: Final = {
     "fp32": Precision(compute=torch.float32, master=torch.float32),
