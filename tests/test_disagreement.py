@@ -73,7 +73,7 @@ def _but(**settings: Any) -> Callable[[int], dict[str, Any]]:
         (_but(accumulate=2), ["accumulate=2", "rank 1"]),
         (_but(prefetch=2), ["prefetch=2", "rank 1"]),
         (_but(precision="bf16"), ["bfloat16", "rank 1"]),
-        (_but(broadcast_buffers=True), ["broadcast_buffers", "rank 1"]),
+        (_but(broadcast_buffers=False), ["broadcast_buffers", "rank 1"]),
         (_but(units=[nn.Linear]), ["unit", "rank 1"]),
     ],
     ids=["shape", "layers", "frozen", "dtype", "stage", "accumulate", "prefetch", "precision", "buffers", "units"],

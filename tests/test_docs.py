@@ -32,9 +32,15 @@ class Tiny(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = torch.tanh(block(x))
-        loss = nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), tokens.flatten())
+        logits = self.lm_head(x)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
         self.losses.append(loss.item())
-        return SimpleNamespace(loss=loss)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+    def generate(self, tokens: Tensor, max_new_tokens: int) -> Tensor:
+        for _ in range(max_new_tokens):
+            tokens = torch.cat([tokens, self(tokens).logits[:, -1:].argmax(-1)], dim=1)
+        return tokens
 
 
 def examples() -> list[Any]:

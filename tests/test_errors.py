@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW
 
 import onecopy
-from models import Stack, seeded, vector_batches
+from models import VOCAB, Stack, TinyGPT, seeded, token_batches, vector_batches
 from onecopy.errors import (
     NeedsWholeError,
     OnecopyError,
@@ -96,13 +96,29 @@ def test_a_precision_that_is_no_floating_dtype_is_named(value: Any) -> None:
         onecopy.Precision(reduce=value)
 
 
-@pytest.mark.parametrize("names", [None, ("dp",), ("replicate", "pipeline")])
+@pytest.mark.parametrize("names", [None, ("data",), ("replicate", "pipeline"), ("dp", "dp_shard")])
 def test_a_mesh_with_other_axes_is_refused(names: tuple[str, ...] | None) -> None:
     def run(rank: int) -> None:
-        shape = (1, 2) if names and len(names) == 2 else (2,)
+        shape = (2,) if names and len(names) == 1 else (1, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         with pytest.raises(SettingsError, match=r"shard.*replicate"):
             onecopy.shard(_stack(), 2, mesh=mesh)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("names", [None, ("dp",), ("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard")])
+def test_a_mesh_named_as_others_do_is_understood(names: tuple[str, ...] | None) -> None:
+    """Oracle: the names by hand. A mesh without names has one axis, along which is sharded."""
+
+    def run(rank: int) -> None:
+        shape = (1, 2) if names and len(names) == 2 else (2,)
+        model = onecopy.shard(_stack(), 2, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+        found = onecopy.ledger(model)
+        _step(model, rank, 2)
+        axis = "replicate" if names == ("dp_replicate",) else "shard"
+        assert found.total.bytes_sent("reduce_scatter", axis="shard") + found.total.bytes_sent("all_reduce") > 0
+        assert {entry.axis for entry in found.total.entries if entry.bytes_sent} == {axis}
 
     run_ranks(2, run)
 
@@ -215,26 +231,112 @@ def test_a_parameter_unfrozen_after_sharding_is_named(stage: int) -> None:
     run_ranks(2, run)
 
 
+def _new_weight(model: nn.Module) -> None:
+    model.head.weight = nn.Parameter(torch.zeros(3, 10))
+
+
+def _assigned_state(model: nn.Module) -> None:
+    model.load_state_dict(_stack().state_dict(), assign=True)
+
+
+def _new_module(model: nn.Module) -> None:
+    model.head = nn.Linear(10, 3)
+
+
+def _new_module_in_a_list(model: nn.Module) -> None:
+    model.blocks.append(nn.Sequential(nn.Tanh(), nn.Sequential(nn.Linear(10, 10))))
+
+
+def _new_parameter(model: nn.Module) -> None:
+    model.blocks[1].scale = nn.Parameter(torch.ones(10))
+
+
 @STAGES
-def test_a_parameter_replaced_after_sharding_is_named(stage: int) -> None:
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (_new_weight, r"head\.weight.*gathered"),
+        (_assigned_state, r"blocks\.0\.0\.weight.*without assign"),
+        (_new_module, r"head\.weight.*before"),
+        (_new_module_in_a_list, r"blocks\.3\.1\.0\.weight.*before"),
+        (_new_parameter, r"blocks\.1\.scale.*before"),
+    ],
+)
+def test_a_parameter_that_comes_after_sharding_is_named_where_it_comes(
+    change: Callable[[nn.Module], None], words: str, stage: int
+) -> None:
+    """Nobody would average its gradients: ranks would drift apart. Before and after a forward, and inside gathered."""
+
     def run(rank: int) -> None:
         model = onecopy.shard(_stack(), stage)
-        model.head.weight = nn.Parameter(torch.zeros(3, 10))
-        with pytest.raises(UsageError, match=r"head\.weight.*gathered"):
-            _step(model, rank, 2)
+        before = {name: id(p) for name, p in model.named_parameters()}
+        with pytest.raises((UsageError, RuntimeError), match=words):
+            change(model)
+        _step(model, rank, 2)
+        with pytest.raises((UsageError, RuntimeError), match=words):
+            change(model)
+        with onecopy.gathered(model, write=True), pytest.raises((UsageError, RuntimeError), match=words):
+            change(model)
+        assert {name: id(p) for name, p in model.named_parameters()} == before
+        _step(model, rank, 2)
 
     run_ranks(2, run)
 
 
 @STAGES
-def test_a_module_added_or_replaced_after_sharding_is_named(stage: int) -> None:
-    """Nobody would average its gradients: ranks would drift apart."""
+def test_modules_without_new_parameters_may_come_after_sharding(stage: int) -> None:
+    """A wrapper, another activation, and the module itself once more; other models are nobody's concern."""
 
     def run(rank: int) -> None:
         model = onecopy.shard(_stack(), stage)
-        model.head = nn.Linear(10, 3)
-        with pytest.raises(UsageError, match=r"head\.weight.*before"):
-            _step(model, rank, 2)
+        model.blocks[0][1] = nn.GELU()
+        model.blocks[1] = torch.nn.Sequential(model.blocks[1])
+        model.head = model.head
+        model.head.weight = model.head.weight
+        other = _stack()
+        other.head = nn.Linear(10, 3)
+        other.head.weight = nn.Parameter(torch.zeros(3, 10))
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@STAGES
+def test_a_parameter_replaced_behind_torchs_back_is_named(stage: int) -> None:
+    """At any of its places, by those who write to `_parameters`."""
+
+    def run(rank: int) -> None:
+        model = TinyGPT()
+        onecopy.shard(model, stage)
+        model.head._parameters["weight"] = nn.Parameter(torch.zeros(VOCAB, 12))
+        with pytest.raises(UsageError, match=r"tokens\.weight.*gathered"):
+            model(token_batches(1)[0][0])
+
+    run_ranks(2, run)
+
+
+@STAGES
+def test_a_model_on_meta_says_what_gives_it_values(stage: int) -> None:
+    """Whatever is done with it first; afterwards it is as it was."""
+
+    def run(rank: int) -> None:
+        with torch.device("meta"):
+            model = onecopy.shard(Stack(), stage)
+        ways: list[Callable[[], Any]] = [
+            lambda: _step(model, rank, 2),
+            lambda: model.blocks[0](torch.zeros(1, 10)),
+            lambda: onecopy.gathered(model).__enter__(),
+            lambda: onecopy.gathered(model.blocks[0]).__enter__(),
+            lambda: onecopy.gathered(model.head.weight).__enter__(),
+            lambda: model.load_state_dict(_stack().state_dict(), assign=True),
+            lambda: onecopy.save("nowhere", model),
+            lambda: model.to_empty(device="cpu"),
+        ]
+        for way in ways:
+            with pytest.raises((UsageError, RuntimeError), match=r"onecopy\.materialize"):
+                way()
+        onecopy.materialize(model)
+        _step(model, rank, 2)
 
     run_ranks(2, run)
 

@@ -173,6 +173,80 @@ def test_generating_inside_gathered_equals_the_plain_model(stage: int, num_ranks
     run_ranks(num_ranks, run)
 
 
+class Mixed(nn.Module):
+    """Float inputs, a list as cache, a frozen block, BatchNorm, a block that returns fp32, and a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.LayerNorm(10)) for _ in range(3))
+        self.blocks[1].requires_grad_(False)
+        self.norm = nn.BatchNorm1d(10)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, past: list[Tensor]) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x + past[0])).float()
+        past.append(x)
+        return self.decode(x)
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x.to(self.head.weight.dtype)))
+
+
+@every_stage
+@pytest.mark.parametrize("precision", ["bf16", "fp16", None])
+def test_modules_compute_inside_gathered_as_in_training(precision: str | None, stage: int, num_ranks: int) -> None:
+    """Oracle: the model's own forward outside of the block, to the last bit; parameters are masters all the same."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(seeded(Mixed), stage, precision=precision).eval()
+        x, past = torch.randn(4, 10), [torch.ones(10)]
+        with torch.no_grad():
+            expected, cached = model(x, past), past[1]
+            masters = gathered_weights(model)
+            with onecopy.gathered(model):
+                past = [torch.ones(10)]
+                for mode in (torch.no_grad(), torch.inference_mode()):
+                    with mode:
+                        assert torch.equal(model(x, past), expected)
+                assert torch.equal(past[1], cached)
+                assert past[0].dtype == torch.float32
+                assert expected.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}[precision]
+                # Around the root's forward, as PEFT's generate goes: from module to module.
+                y = x
+                for block in model.blocks:
+                    y = torch.tanh(block(y.to(expected.dtype) + 1)).float()
+                assert torch.equal(model.decode(y), expected)
+                with pytest.raises((IndexError, TypeError)):
+                    model(x, [])
+                assert {p.dtype for p in model.parameters()} == {torch.float32}
+                assert_same_weights(whole_weights(model), masters, atol=0)
+            assert torch.equal(model(x, [torch.ones(10)]), expected)
+
+    run_ranks(num_ranks, run)
+
+
+@every_stage
+def test_what_is_edited_inside_gathered_is_computed_with_at_once(stage: int, num_ranks: int) -> None:
+    """Oracle: a plain bf16 model with the same edits. What a forward writes would be lost, and is an error."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage, precision="bf16")
+        x = torch.randn(2, 10)
+        with torch.no_grad(), onecopy.gathered(model, write=True):
+            before = model.head(x)
+            assert torch.equal(before, _stack().bfloat16().head(x.bfloat16()))
+            model.head.weight.mul_(2)
+            model.head.bias.data.mul_(2)
+            assert torch.equal(model.head(x), 2 * before)
+            model.head.register_forward_pre_hook(lambda module, _: [module.bias.add_(1), None][1])
+            with pytest.raises(UsageError, match="between two calls"):
+                model.head(x)
+        assert model.head.weight.dtype == torch.float32
+
+    run_ranks(num_ranks, run)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_gathered_refuses(stage: int) -> None:
     def run(rank: int) -> None:

@@ -6,12 +6,16 @@ The oracle is the same loop in one process; where PyTorch has no such loop, the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.func import functional_call
 from torch.optim import SGD, AdamW, Optimizer
 
 import onecopy
@@ -294,3 +298,123 @@ def test_inputs_of_half_precision_models_are_cast(make: Callable[[nn.Module], nn
         return seen[0]
 
     assert run_ranks(2, run) == [torch.bfloat16] * 2
+
+
+class Widening(nn.Module):
+    """Its blocks return fp32, as a block does that normalises or sums in it, and take what the one before returned."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(10, 12)
+            self.down = nn.Linear(12, 10)
+
+        def forward(self, x: Tensor, *, more: Any) -> Tensor:
+            return self.down(torch.tanh(self.up(x + more[0]))).float() * 1.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Inner() for _ in range(3))
+        self.head = nn.Linear(10, 3)
+        self.container: Callable[[Tensor], Any] = lambda tensor: {0: tensor}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, more=self.container(torch.ones(10)))
+        return self.head(x.bfloat16())
+
+
+@every_stage
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_a_unit_is_handed_is_cast_at_its_entrance(checkpointed: bool, stage: int, num_ranks: int) -> None:
+    """Oracle: fully_shard with the same units, on the same data, whose `cast_forward_inputs` does it."""
+
+    def train(model: nn.Module, rank: int) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        outputs = []
+        for x, _ in vector_batches(3):
+            outputs.append(model(x[rank::num_ranks]))
+            outputs[-1].float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [output.detach() for output in outputs]
+
+    def run(rank: int) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        peer = seeded(Widening)
+        for block in peer.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(peer, mesh=mesh, mp_policy=policy)
+        model = onecopy.shard(seeded(Widening), stage, precision=onecopy.Precision(torch.bfloat16, torch.float32))
+        if checkpointed:
+            model.container = peer.container = lambda tensor: (tensor,)
+            for block in model.blocks:
+                block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+        for found, expected in zip(train(model, rank), train(peer, rank), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+            assert found.dtype == torch.bfloat16
+
+    run_ranks(num_ranks, run)
+
+
+class WithBatchNorm(nn.Module):
+    """Convolutional blocks with BatchNorm, and an InstanceNorm that keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(2, 2, 3, padding=1), nn.BatchNorm1d(2), nn.ReLU()) for _ in range(2)
+        )
+        self.norm = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.view(-1, 2, 5)
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(self.head(self.norm(x).flatten(1)).float(), y.float())
+
+
+class _Mixed(nn.Module):
+    """Half-width copies of all parameters, those of norms with statistics in fp32 again; buffers stay fp32."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        narrow = {name: p.bfloat16() for name, p in self.model.named_parameters()}
+        for name, p in narrow.items():
+            if isinstance(self.model.get_submodule(name.rpartition(".")[0]), nn.BatchNorm1d | nn.InstanceNorm1d):
+                narrow[name] = p.float()
+        return functional_call(self.model, narrow, tuple(tensor.bfloat16() for tensor in batch))
+
+
+@pytest.mark.parametrize("units", ["auto", [nn.BatchNorm1d, nn.InstanceNorm1d]])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_norms_with_statistics_compute_in_the_dtype_of_these(stage: int, units: Any) -> None:
+    """Oracle: one process with fp32 norms and statistics between bf16 layers, as kernels define it. One rank's data."""
+
+    def run(rank: int) -> None:
+        twin = seeded(WithBatchNorm)
+        mixed = _Mixed(twin)
+        batches = vector_batches(3)
+        expected = train(mixed, torch.optim.SGD(twin.parameters(), lr=0.1), batches)
+        model = onecopy.shard(seeded(WithBatchNorm), stage, precision="bf16", units=units)
+        found = train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-2)
+        for (name, buffer), value in zip(model.named_buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(buffer, value, rtol=1e-2, atol=1e-2, msg=lambda text, name=name: name + text)
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(*batches[0]), mixed.eval()(*batches[0]), rtol=1e-2, atol=1e-2)
+            with onecopy.gathered(model):
+                x, norm = torch.ones(1, 2, 5), model.norm
+                weight, bias = norm.weight.bfloat16().float(), norm.bias.bfloat16().float()
+                statistics = norm.running_mean, norm.running_var
+                kernel = F.instance_norm(x.bfloat16(), *statistics, weight, bias, use_input_stats=False)
+                assert torch.equal(norm(x), kernel)
+        assert all(isinstance(parameter, onecopy.SlicedTensor) for parameter in model.parameters())
+
+    run_ranks(2, run)

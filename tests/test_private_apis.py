@@ -325,3 +325,17 @@ def test_transforms_of_torch_func_can_be_noticed() -> None:
     torch.func.jvp(look, (torch.ones(2),), (torch.ones(2),))
     torch.func.jacrev(look)(torch.ones(2))
     assert seen == [False, True, True, True]
+
+
+def test_modules_name_their_non_persistent_buffers() -> None:
+    """sharding/buffers.py; read in torch 2.13."""
+    module = torch.nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("left", torch.zeros(1), persistent=False)
+    assert module._non_persistent_buffers_set == {"left"}
+
+
+def test_storages_without_memory_can_be_told_apart() -> None:
+    """sharding/shared.py; read in torch 2.13."""
+    one, other = torch.empty(2, device="meta"), torch.empty(2, device="meta")
+    assert one.untyped_storage()._cdata == one[1:].untyped_storage()._cdata != other.untyped_storage()._cdata

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, BertModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import onecopy
 from onecopy.errors import CheckpointError, SettingsError
@@ -187,6 +199,89 @@ def test_loads_into_a_model_on_meta_as_from_pretrained_does(
     expected = run_ranks(1, lambda rank: build().eval()(tokens).logits.detach(), group=False)[0]
     for found in run_ranks(num_ranks, rank_main):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def small_mixtral() -> nn.Module:
+    torch.manual_seed(3)
+    sizes: Any = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 20, "vocab_size": 31}
+    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    experts: Any = {"num_local_experts": 5, "num_experts_per_tok": 2, "bos_token_id": None, "eos_token_id": None}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
+
+
+def small_qwen_moe() -> nn.Module:
+    torch.manual_seed(4)
+    sizes: Any = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 31}
+    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    experts: Any = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "decoder_sparse_step": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, bos_token_id=None, eos_token_id=None))
+
+
+@pytest.mark.parametrize("build", [small_mixtral, small_qwen_moe])
+@pytest.mark.parametrize("stage, num_ranks", [(3, 3), (1, 2), (0, 2), (None, 1)])
+def test_experts_that_files_hold_one_by_one_load_into_fused_ones(
+    build: Any, stage: int | None, num_ranks: int, tmp_path: Path
+) -> None:
+    """Oracle: the model that transformers wrote, in the names of the hub. And an export loads there again."""
+    run_ranks(1, lambda rank: _write(rank, build(), tmp_path / "hub", "5KB"), group=False)
+    listed = json.loads((tmp_path / "hub" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(re.search(r"experts\.2\.(w3|up_proj)\.weight", key) for key in listed)
+    tokens = torch.arange(12).view(2, 6)
+
+    def rank_main(rank: int) -> None:
+        if stage is None:
+            model = build()
+            nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in model.parameters())), model.parameters())
+        else:
+            with torch.device("meta"):
+                model = build()
+            onecopy.shard(model, stage)
+        onecopy.load_pretrained(model, tmp_path / "hub")
+        if stage is None:
+            assert_same_weights(whole_weights(model), whole_weights(build()), atol=0)
+            return
+        assert_same_weights(gathered_weights(model), whole_weights(build()), atol=0)
+        onecopy.save(tmp_path / "run", model)
+        done = onecopy.export(tmp_path / "run", tmp_path / "out", file_bytes=5000)
+        assert done.parameters == sum(tensor.numel() for tensor in build().parameters())
+
+    run_ranks(num_ranks, rank_main)
+    if stage is not None:
+        expected = run_ranks(1, lambda rank: build().eval()(tokens).logits.detach(), group=False)[0]
+        found, info = run_ranks(1, _logits, type(build()), tmp_path / "out", tokens, group=False)[0]
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_expert_that_is_in_no_file_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    """Oracle: the files, changed by hand."""
+
+    def rank_main(rank: int) -> None:
+        weights = {
+            f"experts.{e}.{n}.weight": torch.ones(s) for e in (0, 1) for n, s in (("w1", (3, 4)), ("w3", (3, 4)))
+        }
+
+        class Fused(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.experts = nn.ParameterDict({"gate_up_proj": torch.zeros(2, 6, 4)})
+
+        model = Fused()
+        save_file(weights | {"experts.2.w1.weight": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"unexpected, only in the files: experts\.2\.w1\.weight"):
+            onecopy.load_pretrained(model, tmp_path)
+        del weights["experts.1.w3.weight"]
+        save_file(weights, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"missing, only in the model: experts\.gate_up_proj"):
+            onecopy.load_pretrained(model, tmp_path)
+        save_file(weights | {"experts.1.w3.weight": torch.ones(4, 3)}, tmp_path / "model.safetensors")
+        with pytest.raises(
+            CheckpointError, match=r"experts\.1\.w3\.weight: \(4, 3\) in the files, \(3, 4\) in the model"
+        ):
+            onecopy.load_pretrained(model, tmp_path)
+
+    run_ranks(1, rank_main, group=False)
 
 
 class Three(nn.Module):

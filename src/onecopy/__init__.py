@@ -12,6 +12,7 @@ from onecopy.stage import Stage
 if TYPE_CHECKING:
     from onecopy import activations as activations
     from onecopy.activations.policy import Activations
+    from onecopy.checkpoint.export import Exported, export
     from onecopy.checkpoint.load import Loaded, load
     from onecopy.checkpoint.pretrained import load_pretrained
     from onecopy.checkpoint.save import save
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Activations",
     "Entry",
+    "Exported",
     "Ledger",
     "Loaded",
     "Precision",
@@ -39,6 +41,7 @@ __all__ = [
     "Traffic",
     "activations",
     "arena",
+    "export",
     "from_deepspeed",
     "gathered",
     "ledger",
@@ -54,6 +57,7 @@ __all__ = [
 
 _HOMES = {
     "onecopy.activations.policy": ("Activations",),
+    "onecopy.checkpoint.export": ("Exported", "export"),
     "onecopy.checkpoint.load": ("Loaded", "load"),
     "onecopy.checkpoint.pretrained": ("load_pretrained",),
     "onecopy.checkpoint.save": ("save",),

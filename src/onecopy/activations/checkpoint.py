@@ -60,7 +60,7 @@ def checkpoint(
     ledger = ledger or Ledger()
     axis = Axis("tensor", None, Staging(), ledger)
     if mesh is not None:
-        if mesh.mesh_dim_names != ("tensor",):
+        if mesh.mesh_dim_names not in (("tensor",), ("tp",)):
             raise SettingsError(
                 f'activations are cut over the tensor axis: pass mesh["tensor"]; found axes {mesh.mesh_dim_names}.'
             )

@@ -1,4 +1,4 @@
-"""export: a checkpoint's weights as Hugging Face safetensors, one output file in memory at a time.
+"""export: a checkpoint's weights as Hugging Face safetensors, one output file in memory at a time on each rank.
 
     model.safetensors, or model-00001-of-00007.safetensors, ... and model.safetensors.index.json
     config.json, tokenizer.json, ...   what was saved with the checkpoint
@@ -15,21 +15,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from onecopy.checkpoint.directory import remove
+from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import Whole, on_newest, read_tensors
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.storage import Reader
 from onecopy.checkpoint.writing import ASSET
-from onecopy.errors import CheckpointError, DamagedCheckpointError, SettingsError
+from onecopy.errors import CheckpointError, DamagedCheckpointError, OnecopyError, SettingsError
 from onecopy.untrusted import Refused, open_plain, plain_name, read_json
 
 DTYPES: Final = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ def export(
     file_bytes: int = 5_000_000_000,
     assets: Iterable[str | Path] = (),
 ) -> Exported:
-    """Write a checkpoint's weights as transformers loads them. One process calls it.
+    """Write a checkpoint's weights as transformers loads them. Inside a run every rank calls it, and writes a share.
 
-    Memory: one output file, and one piece of one tensor (64 MiB). Disk: the new files.
+    Memory: one output file on each rank, and one piece of one tensor (64 MiB). Disk: the new files.
 
     Args:
         checkpoint: one, or a directory of them, of which the newest whole one is taken.
@@ -70,43 +73,53 @@ def export(
 
     Raises:
         SettingsError: if ``out`` cannot be written.
-        CheckpointError: if there is no whole checkpoint.
+        CheckpointError: if there is no whole checkpoint, or it holds the trainable parameters alone.
     """
-    target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"{str(out)!r} must be new or empty, so that nothing is overwritten")
+    target, group = Path(out), Group.current()
+    group.finish_background()
+    group.on_first("looking at where to export", lambda: _check_free(target))
     given = list(assets)
-    return on_newest(Path(checkpoint), lambda found: _export(found, target, dtype, file_bytes, given))
+    return on_newest(Path(checkpoint), lambda found: _export(found, group, target, dtype, file_bytes, given))
 
 
 def _export(
-    found: Whole, target: Path, dtype: torch.dtype | None, file_bytes: int, assets: Iterable[str | Path]
+    found: Whole,
+    group: Group,
+    target: Path,
+    dtype: torch.dtype | None,
+    file_bytes: int,
+    assets: Iterable[str | Path],
 ) -> Exported:
-    path, manifest, aliases = found.path, found.manifest, found.job["aliases"]
+    path, manifest, job = found.path, found.manifest, found.job
+    if job.get("trainable_only"):
+        raise CheckpointError(
+            f"{path} holds the trainable parameters alone (save(trainable_only=True)), which transformers would "
+            f"complete with random ones: load it into the model, save that whole, and export it"
+        )
     saved = found.metadata.state_dict_metadata
     tensors = {
         key.removeprefix("model."): metadata
         for key, metadata in saved.items()
         if key.startswith("model.") and isinstance(metadata, TensorStorageMetadata)
     }
-    whole = {name: _empty(metadata, dtype) for name, metadata in tensors.items() if name not in aliases}
+    whole = {name: _empty(metadata, dtype) for name, metadata in tensors.items() if name not in job["aliases"]}
     groups = _split(whole, file_bytes)
-    kept = _kept(path, manifest)
+    names = _file_names(len(groups))
     making = target.with_name(f".exporting-{target.name}")
-    try:
-        if os.path.lexists(making):
-            remove(making)
-        making.mkdir(parents=True)
-        names = _file_names(len(groups))
-        for name, group in zip(names, groups, strict=True):
-            _write_file(found.reader, making / name, {key: whole[key] for key in group})
+    added = _kept(path, manifest)
+    added |= {Path(file).name: partial(_open, Path(file)) for file in assets}
+
+    def write_share() -> None:
+        for name, keys in list(zip(names, groups, strict=True))[group.rank :: group.size]:
+            _write_file(found.reader, making / name, {key: whole[key] for key in keys})
+
+    def complete() -> dict[str, int]:
         if len(groups) > 1:
-            places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
+            places = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
             total = {"total_size": sum(tensor.nbytes for tensor in whole.values())}
             index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
             (making / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
-        given: dict[str, Callable[[], BinaryIO]] = {Path(file).name: partial(_open, Path(file)) for file in assets}
-        for name, open_source in {**kept, **given}.items():
+        for name, open_source in added.items():
             with open_source() as source, (making / name).open("xb") as copy:
                 shutil.copyfileobj(source, copy)
         if dtype is not None and (making / "config.json").exists():
@@ -114,14 +127,35 @@ def _export(
         if target.exists():
             target.rmdir()
         making.rename(target)
-    except CheckpointError:
-        shutil.rmtree(making, ignore_errors=True)
+        return {file.name: file.stat().st_size for file in sorted(target.iterdir())}
+
+    try:
+        group.on_first("exporting", lambda: _on_disk(target, lambda: _begin(making)))
+        group.together("exporting", lambda: _on_disk(target, write_share))
+        files = group.on_first("exporting", lambda: _on_disk(target, complete))
+    except OnecopyError:
+        if group.rank == 0:
+            shutil.rmtree(making, ignore_errors=True)
         raise
-    except OSError as error:
-        shutil.rmtree(making, ignore_errors=True)
-        raise SettingsError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
-    files = {file.name: file.stat().st_size for file in sorted(target.iterdir())}
     return Exported(path, manifest.step, files, sum(tensor.numel() for tensor in whole.values()))
+
+
+def _check_free(target: Path) -> None:
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(f"{str(target)!r} must be new or empty, so that nothing is overwritten")
+
+
+def _begin(making: Path) -> None:
+    if os.path.lexists(making):
+        remove(making)
+    making.mkdir(parents=True)
+
+
+def _on_disk(target: Path, do: Callable[[], T]) -> T:
+    try:
+        return do()
+    except OSError as error:
+        raise SettingsError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
 
 
 def _kept(checkpoint: Path, manifest: Manifest) -> dict[str, Callable[[], BinaryIO]]:
@@ -176,7 +210,7 @@ def _write_file(reader: Reader, file: Path, like: Mapping[str, torch.Tensor]) ->
     from safetensors.torch import save_file
 
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
-    read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()})
+    read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()}, Group(None))
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -78,6 +78,7 @@ def load(
         optimizer: takes states and, matched by parameter names, hyperparameters. None: weights alone.
         scheduler, scaler: take what was saved as such, if there was.
         strict: names that only the model or only the checkpoint has are an error; else they are left as they are.
+            Frozen parameters keep their values where the trainable ones were saved alone.
         check: read every byte against its checksum first. Without it, sizes alone are checked.
 
     Raises:
@@ -107,7 +108,9 @@ def _load(
 ) -> Loaded:
     path, manifest, job, metadata = found.path, found.manifest, found.job, found.metadata
     saved = {key: m for key, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)}
-    _check_fits(path, named, saved, job["aliases"], strict)
+    # Whoever saved the trainable parameters alone has the others' values from elsewhere.
+    frozen = {name for name, p in named.parameters.items() if not p.requires_grad and job.get("trainable_only")}
+    _check_fits(path, named, saved, job["aliases"], strict, frozen)
 
     wanted = {f"model.{name}": tensor for name, tensor in named.tensors.items() if f"model.{name}" in saved}
     states: States = {}
@@ -241,13 +244,14 @@ def check_whole(path: Path, *, check: bool = True, own: bool = False) -> Manifes
     return group.together("checking a checkpoint", look)[group.rank]
 
 
-def read_tensors(reader: FileSystemReader, wanted: Mapping[str, Tensor]) -> None:
+def read_tensors(reader: FileSystemReader, wanted: Mapping[str, Tensor], group: Group | None = None) -> None:
     """Fill tensors in place from files, each rank its own parts. Every rank calls it.
 
     Args:
         wanted: by the files' key; plain tensors, SlicedTensors or DTensors, of the saved shapes.
+        group: the ranks that read together; None: all.
     """
-    group = Group.current()
+    group = group or Group.current()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def read() -> None:
@@ -280,8 +284,15 @@ def _states_in(metadata: Metadata, saved: Mapping[str, Any]) -> dict[tuple[str, 
     return {(p[2], p[3]): saved[key] for key, p in paths.items() if len(p) == 4 and p[:2] == ("optimizer", "state")}
 
 
-def _check_fits(path: Path, named: Named, saved: Mapping[str, Any], aliases: Mapping[str, str], strict: bool) -> None:
-    """Compare names and shapes, and list all that differ."""
+def _check_fits(
+    path: Path,
+    named: Named,
+    saved: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    strict: bool,
+    optional: Collection[str],
+) -> None:
+    """Compare names and shapes, and list all that differ. The checkpoint need not have what is ``optional``."""
     shapes = {key.removeprefix("model."): m.size for key, m in saved.items() if key.startswith("model.")}
     known = {*named.tensors, *named.aliases}
     # Of tied weights one name is enough.
@@ -292,7 +303,7 @@ def _check_fits(path: Path, named: Named, saved: Mapping[str, Any], aliases: Map
         if name in shapes and shapes[name] != tensor.shape
     ]
     if strict:
-        lines += [f"only in the model: {name}" for name in named.tensors if name not in shapes]
+        lines += [f"only in the model: {name}" for name in named.tensors if name not in shapes and name not in optional]
         lines += [
             f"only in the checkpoint: {name}"
             for name in shapes

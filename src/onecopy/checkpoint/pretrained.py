@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
+from onecopy.checkpoint.experts import Piece, find_piece, missing_pieces, rename
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import read_tensors
 from onecopy.checkpoint.names import Named, clean_name, name_tensors
@@ -56,6 +57,7 @@ def load_pretrained(
 ) -> ModelT:
     """Load weights from safetensors, in place. Every rank calls it; all must see the files.
 
+    Experts that the files hold one by one go into the fused tensors of transformers 5.
     Memory: each rank's slices, and the part of one tensor that is being read. Traffic: none.
 
     Args:
@@ -80,14 +82,16 @@ def load_pretrained(
     prefix = getattr(model, "base_model_prefix", "")
     named = name_tensors(model)
     keys = _match(metadata, named, prefix)
-    _check(Path(directory), metadata, named, keys, strict, on_meta, _ignored(model))
+    pieces = _find_pieces(metadata, named, keys, prefix)
+    _check(Path(directory), metadata, named, keys, pieces, strict, on_meta, _ignored(model))
     unsaved: list[nn.Module] = []
     if on_meta:
         unsaved = _with_unsaved_buffers(model, keys.values())
         allocate(model, device)
         named = name_tensors(model)
     tensors = named.tensors
-    read_tensors(reader, {key: tensors[name] for key, name in keys.items()})
+    whole = {key: tensors[name] for key, name in keys.items()}
+    read_tensors(reader, whole | {key: piece.of(tensors[piece.name]) for key, piece in pieces.items()})
     for module in unsaved:
         _initialise(model, module, init)
     return model
@@ -156,7 +160,7 @@ def _match(keys: Iterable[str], named: Named, prefix: str) -> dict[str, str]:
     tensors = named.tensors
     found: dict[str, str] = {}
     for key in keys:
-        for name in (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")):
+        for name in _spellings(key, prefix):
             name = named.aliases.get(name, name)
             # A tied weight may be there under each of its names.
             if name in tensors and name not in found.values():
@@ -165,11 +169,23 @@ def _match(keys: Iterable[str], named: Named, prefix: str) -> dict[str, str]:
     return found
 
 
+def _spellings(key: str, prefix: str) -> list[str]:
+    return [name for own in (key, rename(key)) for name in (own, f"{prefix}.{own}", own.removeprefix(f"{prefix}."))]
+
+
+def _find_pieces(keys: Iterable[str], named: Named, whole: Mapping[str, str], prefix: str) -> dict[str, Piece]:
+    """Where in fused tensors those keys lie that are none of the model's names."""
+    tensors = {name: tensor for name, tensor in named.tensors.items() if name not in whole.values()}
+    found = {key: find_piece(_spellings(key, prefix), tensors) for key in keys if key not in whole}
+    return {key: piece for key, piece in found.items() if piece is not None}
+
+
 def _check(
     directory: Path,
     metadata: Mapping[str, Any],
     named: Named,
     keys: Mapping[str, str],
+    pieces: Mapping[str, Piece],
     strict: bool,
     on_meta: bool,
     ignored: Iterable[str],
@@ -180,7 +196,12 @@ def _check(
         for key, name in keys.items()
         if metadata[key].size != tensors[name].shape
     ]
-    there = set(keys.values())
+    lines += [
+        f"shape of {key}: {tuple(metadata[key].size)} in the files, {tuple(piece.shape)} in the model's {piece.name}"
+        for key, piece in pieces.items()
+        if metadata[key].size != piece.shape
+    ]
+    there = {*keys.values(), *(piece.name for piece in pieces.values())} - missing_pieces(pieces.values(), tensors)
     missing = [name for name in tensors if name not in there and (strict or (on_meta and name in named.parameters))]
     lines += [f"missing, only in the model: {name}" for name in missing]
     if strict:
@@ -188,7 +209,10 @@ def _check(
         lines += [
             f"unexpected, only in the files: {key}"
             for key in metadata
-            if key not in keys and key not in spare and not any(re.search(pattern, key) for pattern in ignored)
+            if key not in keys
+            and key not in pieces
+            and key not in spare
+            and not any(re.search(pattern, key) for pattern in ignored)
         ]
     if lines:
         raise CheckpointError(f"the weights in {str(directory)!r} do not fit the model:\n" + "\n".join(lines))

@@ -19,7 +19,8 @@ from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.writing import Contents, Saving, write
 from onecopy.errors import NotFiniteError, SettingsError, UsageError
 from onecopy.sharding.api import engine_of, phase_of
-from onecopy.sharding.pending import PendingGradient
+from onecopy.sharding.engine import find_engine
+from onecopy.sharding.ignored import is_ignored
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.untrusted import reason
 
@@ -38,8 +39,12 @@ def save(
     background: bool = False,
     assets: Iterable[str | Path] = (),
     allow_not_finite: bool = False,
+    trainable_only: bool = False,
 ) -> Saving:
-    """Save a training run between two steps. Every rank calls it; all must see one file system.
+    """Save a training run, at any moment outside of forward and backward. Every rank calls it; all see one file system.
+
+    Gradients are not saved. What waits for the last micro-batch of its step is neither saved nor lost: training goes on
+    with it, and a run that is resumed begins the step anew.
 
     The model may be sharded by onecopy at any stage, plain, in DDP or under fully_shard. Parameters are saved in the
     master dtype, by name, with their true shapes, once; so are optimizer states and persistent buffers (the first
@@ -58,6 +63,8 @@ def save(
             transformers is kept without being asked for.
         allow_not_finite: save parameters and optimizer states that hold nan or inf too, which is an error otherwise:
             they would take the place of the last good ones.
+        trainable_only: leave frozen parameters out, whose values come from elsewhere (LoRA). `load` then lets a model
+            keep its own.
 
     Returns:
         The save; without ``background`` it has ended well. `Saving.wait()` gives the checkpoint's path.
@@ -65,7 +72,7 @@ def save(
     Raises:
         SettingsError: for a setting that cannot work.
         NotFiniteError: if a parameter or optimizer state holds nan or inf; names the first one and the rank.
-        UsageError: if gradients are waiting for the rest of their step, or a value cannot be saved.
+        UsageError: if a value cannot be saved, or nothing is trainable.
         CheckpointError: if it could not be saved; earlier checkpoints are untouched.
     """
     if keep is not None and keep < 1:
@@ -74,16 +81,20 @@ def save(
         raise SettingsError(f"step must be 0 or more, and below 2**53; found {step}")
     group = Group.current()
     group.finish_background()
-    named = name_tensors(model)
-    check_has_values(named)
+    everything = name_tensors(model)
+    check_has_values(everything)
+    named = _without_frozen(everything) if trainable_only else everything
     contents: Contents = {}
     job: list[bytes] = []
     kept = _config_of(model)
 
     def collect() -> None:
-        _check_between_steps(named)
-        found, rest = _collect(named, optimizer, group.rank)
-        rest |= {"extra": extra, **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o}}
+        found, rest = _collect(named, everything, optimizer, group.rank)
+        rest |= {
+            "extra": extra,
+            "trainable_only": trainable_only,
+            **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o},
+        }
         of_rank = _packed({"generators": take_generators(), "extra": rank_extra}, "rank_extra")
         if not allow_not_finite:
             _check_finite(found)
@@ -93,6 +104,8 @@ def save(
             kept.update({Path(file).name: Path(file).read_bytes() for file in assets})
 
     with phase_of(model, "save"):
+        if (engine := find_engine(model)) is not None:
+            engine.buffers.settle()
         # What one rank cannot save, no rank goes on with.
         group.together("collecting what to save", collect)
         return write(
@@ -108,24 +121,27 @@ def save(
         )
 
 
-def _collect(named: Named, optimizer: Optimizer | None, rank: int) -> tuple[Contents, dict[str, Any]]:
-    # Buffers may differ between ranks; the first one's are kept.
-    model: dict[str, Any] = {**named.parameters, **(named.buffers if rank == 0 else {})}
+def _collect(
+    named: Named, everything: Named, optimizer: Optimizer | None, rank: int
+) -> tuple[Contents, dict[str, Any]]:
+    # Buffers and ignored parameters may differ between ranks; the first one's are kept.
+    shared = {name: p for name, p in named.parameters.items() if rank == 0 or not is_ignored(p)}
+    model: dict[str, Any] = {**shared, **(named.buffers if rank == 0 else {})}
     contents: Contents = {"model": model}
     job: dict[str, Any] = {"aliases": dict(named.aliases), "objects": dict(named.objects)}
     if optimizer is not None:
-        tensors, job["optimizer"] = take_states(optimizer, named)
-        contents["optimizer"] = {"state": tensors}
+        tensors, job["optimizer"] = take_states(optimizer, everything)
+        contents["optimizer"] = {"state": {name: own for name, own in tensors.items() if name in shared}}
     return contents, job
 
 
-def _check_between_steps(named: Named) -> None:
-    for name, parameter in named.parameters.items():
-        if isinstance(parameter.grad, PendingGradient):
-            raise UsageError(
-                f"the gradient of {name!r} waits for the last micro-batch of its step and would be lost: save after "
-                f"optimizer.step()"
-            )
+def _without_frozen(named: Named) -> Named:
+    parameters = {name: p for name, p in named.parameters.items() if p.requires_grad}
+    if not parameters:
+        raise UsageError("trainable_only=True would save no parameter: all of the model's are frozen")
+    there = {*parameters, *named.buffers}
+    aliases = {alias: name for alias, name in named.aliases.items() if name in there}
+    return Named(parameters, named.buffers, aliases, named.objects)
 
 
 def _check_finite(contents: Contents) -> None:

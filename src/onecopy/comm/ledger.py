@@ -25,7 +25,8 @@ class Entry:
 
     Attributes:
         op: "all_gather", "reduce_scatter", "all_reduce"; or "activations", an activation checkpoint made whole over the
-            tensor axis; or a control message: "agree", "norm", "overflow", "barrier"; or the set-up's "broadcast".
+            tensor axis; or a control message: "agree", "norm", "overflow", "barrier"; or "broadcast", values of one
+            rank for all.
         phase: what the model was doing: "setup" (`onecopy.shard`), "load", "forward", "backward", "step" or "save".
         unit: the unit whose parameters travelled; "" for control messages.
         axis: the mesh axis.

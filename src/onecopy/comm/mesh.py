@@ -39,6 +39,16 @@ _CONTROL_TAGS: Final = {
 }
 _ACTIVATIONS_TAG: Final = _TAG_BASE - 4
 
+_ALSO_NAMED: Final = {
+    "dp": "shard",
+    "fsdp": "shard",
+    "dp_shard": "shard",
+    "ddp": "replicate",
+    "dp_replicate": "replicate",
+    "tp": "tensor",
+}
+"""What others call the axes."""
+
 
 class Axis:
     """One axis of the mesh. Every method is a collective over it, booked in the ledger.
@@ -236,7 +246,8 @@ def make_mesh(
     """The mesh of a model.
 
     Args:
-        mesh: axes named "shard", "replicate" and "tensor", any of them; None takes all ranks as "shard".
+        mesh: axes named "shard", "replicate" and "tensor", any of them, or as others name them (`_ALSO_NAMED`); the
+            only axis of a mesh without names is "shard". None takes all ranks as "shard".
         shards: False replicates over every axis (stage 0).
         ledger: where its collectives are booked.
         staging: communication buffers.
@@ -247,13 +258,7 @@ def make_mesh(
     """
     groups: dict[str, dist.ProcessGroup] = {}
     if mesh is not None:
-        names = mesh.mesh_dim_names or ()
-        if not names or set(names) - {"shard", "replicate", "tensor"}:
-            raise SettingsError(
-                f'mesh must have axes named "shard", "replicate" or "tensor"; found {names or "no names"}. Make it '
-                f'with init_device_mesh(device_type, sizes, mesh_dim_names=("replicate", "shard")).'
-            )
-        groups = {name: mesh.get_group(name) for name in names}
+        groups = {name: mesh.get_group(place) for place, name in enumerate(_name_axes(mesh))}
     elif dist.is_available() and dist.is_initialized() and dist.group.WORLD is not None:
         groups = {"shard": dist.group.WORLD}
     if tensor is not None:
@@ -278,6 +283,18 @@ def make_mesh(
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),), axis("tensor"))
     return Mesh(Axis("shard", None, staging, ledger), (axis("shard"), axis("replicate")), axis("tensor"))
+
+
+def _name_axes(mesh: DeviceMesh) -> list[str]:
+    found = mesh.mesh_dim_names or (("shard",) if mesh.ndim == 1 else ())
+    names = [_ALSO_NAMED.get(name, name) for name in found]
+    if not names or set(names) - {"shard", "replicate", "tensor"} or len(set(names)) < len(names):
+        raise SettingsError(
+            f'mesh must have axes named "shard", "replicate" or "tensor", each once ({", ".join(_ALSO_NAMED)} are '
+            f"understood too); found {found or 'no names'}. Make it with init_device_mesh(device_type, sizes, "
+            f'mesh_dim_names=("replicate", "shard")).'
+        )
+    return names
 
 
 def _check_tensor_axis(groups: Mapping[str, dist.ProcessGroup], tensor: DeviceMesh) -> None:

@@ -25,6 +25,9 @@ _REQUEST_TAG: Final = (1 << 24) - 8
 _REPLY_TAGS: Final = 1 << 28
 """Answers' tags begin here, above those of collectives."""
 
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""In which slices may be asked for."""
+
 _REPLIES: Final = 1 << 24
 _FOR_EVER: Final = timedelta(days=365)
 """A request may be long in coming, and gloo closes all connections when a wait runs out."""
@@ -62,7 +65,7 @@ class Server:
         """Ask the rank at ``place`` for its slice on shelf ``number``, to be received in ``into``."""
         group = self._group()
         reply = _REPLY_TAGS + next(self._replies) % _REPLIES
-        request = torch.tensor([self._place, number, version, reply])
+        request = torch.tensor([self._place, number, version, reply, _DTYPES.index(into.dtype)])
         try:
             received = dist.irecv(into, group=group, group_src=place, tag=reply)
             asked = dist.isend(request, group=group, group_dst=place, tag=_REQUEST_TAG)
@@ -72,7 +75,7 @@ class Server:
         return _Asked(received, (asked, request))
 
     def _serve(self) -> None:
-        request = torch.zeros(4, dtype=torch.int64)
+        request = torch.zeros(5, dtype=torch.int64)
         under_way: deque[tuple[dist.Work, Tensor]] = deque()
         try:
             while (group := self._group()) is not None:
@@ -80,8 +83,8 @@ class Server:
                 assert asked is not None
                 del group
                 asked.wait(_FOR_EVER)
-                place, number, version, reply = request.tolist()
-                tensor = self._wait_for(number, version)
+                place, number, version, reply, dtype = request.tolist()
+                tensor = self._wait_for(number, version).to(_DTYPES[dtype])
                 sent = dist.isend(tensor, group=self._group(), group_dst=place, tag=reply)
                 assert sent is not None
                 under_way.append((sent, tensor))

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from onecopy.comm.collective import Posted, Program, Work
@@ -38,6 +39,9 @@ _cards: Final[list[ctypes.Array[ctypes.c_int64]]] = []
 
 class Shelf:
     """The slices of one bucket on all ranks of an axis: this rank's own, and the way to the others.
+
+    What is gathered in another dtype is cast on the way: by the owner before it goes through a socket, by the reader
+    where it is copied out of the owner's memory. No cast copy lies about meanwhile.
 
     Args:
         peers: the axis.
@@ -83,17 +87,19 @@ class Shelf:
 
     def gather(self, whole: Tensor, version: int) -> Program:
         """Fill the flat ``whole`` with every rank's slice of ``version``."""
+        assert self.laid is not None, "a rank lays its own slice out before it gathers"
         slices = whole.chunk(self._peers.size)
         fetched = [self._fetch(place, slices[place], version) for place in self._peers.others()]
-        assert self.laid is not None, "a rank lays its own slice out before it gathers"
         slices[self._peers.rank].copy_(self.laid)
         yield fetched
 
     def _fetch(self, place: int, into: Tensor, version: int) -> Posted:
         work: Work
         if place in self._addresses:
+            assert self.laid is not None
             mailbox = self._peers.neighbours.mailboxes[place]
-            work = _Read(self._peers.neighbours, mailbox.process, self._addresses[place], into, version)
+            card = self._addresses[place]
+            work = _Read(self._peers.neighbours, mailbox.process, card, into, self.laid.dtype, version)
         else:
             assert self._server is not None
             work = self._server.ask(place, self._number, into, version)
@@ -103,10 +109,13 @@ class Shelf:
 class _Read:
     """A neighbour's slice, copied out of its memory by `wait`."""
 
-    def __init__(self, neighbours: Neighbours, process: int, card: int, into: Tensor, version: int) -> None:
+    def __init__(
+        self, neighbours: Neighbours, process: int, card: int, into: Tensor, dtype: torch.dtype, version: int
+    ) -> None:
         self._limit = neighbours.limit
         self._process = process
         self._into = into
+        self._dtype = dtype
         self._version = version
         self._card = _Card()
         self._window = Window(process, card, ctypes.addressof(self._card), len(self._card) * _NUMBER)
@@ -121,10 +130,15 @@ class _Read:
                 f"it has written its parameters {found} times and this rank {self._version} times: every rank must "
                 f"make the same optimizer steps and the same edits of parameters"
             )
-        if nbytes != self._into.nbytes:
-            raise RuntimeError(f"it has laid out {nbytes} bytes where {self._into.nbytes} were expected")
-        if not Window(self._process, address, self._into.data_ptr(), nbytes).read():
+        into = self._into
+        if into.dtype != self._dtype:
+            into = torch.empty_like(into, dtype=self._dtype)
+        if nbytes != into.nbytes:
+            raise RuntimeError(f"it has laid out {nbytes} bytes where {into.nbytes} were expected")
+        if not Window(self._process, address, into.data_ptr(), nbytes).read():
             raise PeerGone(self._process)
+        if into is not self._into:
+            self._into.copy_(into)
 
     def has_come(self) -> bool:
         """Whether the slice can be copied, or never will be."""

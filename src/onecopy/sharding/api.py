@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from types import UnionType
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -25,12 +24,22 @@ from onecopy.memory.meter import Meter
 from onecopy.memory.staging import Staging
 from onecopy.sharding.agreement import check_agreement
 from onecopy.sharding.bucket import Bucket, Found
-from onecopy.sharding.buffers import broadcast_buffers as sync_buffers
+from onecopy.sharding.buffers import equalise
 from onecopy.sharding.discover import Units, find_parameters, find_scopes
 from onecopy.sharding.engine import ENGINE, Engine, find_engine
+from onecopy.sharding.ignored import Ignored, find_ignored, mark_ignored
 from onecopy.sharding.optimizers import check_holds, mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
+from onecopy.sharding.preconditions import (
+    check_count,
+    check_holds_once,
+    check_kind,
+    check_not_hooked,
+    check_not_sharded,
+)
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.statistics import widen_weights
+from onecopy.sharding.structure import guard
 from onecopy.sharding.tensor_parallel import describe, tensor_mesh
 from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
@@ -42,19 +51,34 @@ _bucket_numbers = itertools.count()
 
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _outside_of_meta(function: Callable[P, R]) -> Callable[P, R]:
+    """Inside `torch.device("meta")`, where the model may be built, messages are to have values all the same."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_outside_of_meta
 def shard(
     model: ModelT,
     stage: int,
     *,
     mesh: DeviceMesh | None = None,
     units: Units = "auto",
+    ignored: Ignored = (),
     precision: Precision | str | None = None,
     accumulate: int = 1,
     prefetch: int = 1,
     optimizer: Optimizer | None = None,
-    broadcast_buffers: bool = False,
+    broadcast_buffers: bool = True,
     activations: Activations | None = None,
     bucket_bytes: int | None = None,
     defragment: bool = False,
@@ -72,13 +96,17 @@ def shard(
         mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
             all ranks of the default process group. Without a process group there is one rank.
         units: scopes gathered as one: "auto", or modules, module classes and names.
+        ignored: parameters to leave as they are, modules with such, or names of either. They stay plain and whole on
+            each rank, with its own values and in their own dtype; nobody averages their gradients but the training
+            loop, before it clips and steps.
         precision: "fp32", "bf16", "bf16-lean" (which holds gradients in bf16 too), "fp16", a `Precision`, or None to
             keep every parameter's own dtype.
         accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
         prefetch: units to gather ahead of the one that computes.
         optimizer: one made before, to be changed in place to the sliced parameters, its states too.
-        broadcast_buffers: before each training forward take the first rank's floating-point buffers; else each rank
-            keeps its own.
+        broadcast_buffers: before each training forward and before each step take the first rank's buffers (running
+            statistics, codebooks), so that they are equal when the model is evaluated or saved. False: each rank keeps
+            its own.
         activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
             None leaves activations to the model.
         bucket_bytes: most bytes of one communication buffer, of which two are in use; gradients of larger units go
@@ -96,26 +124,28 @@ def shard(
     """
     kind = Stage.of(stage)
     dtypes = Precision.of(precision)
-    _check_count("accumulate", accumulate, at_least=1)
-    _check_count("prefetch", prefetch, at_least=0)
+    check_count("accumulate", accumulate, at_least=1)
+    check_count("prefetch", prefetch, at_least=0)
     if bucket_bytes is not None:
-        _check_count("bucket_bytes", bucket_bytes, at_least=1)
-    _check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
-    _check_kind("defragment", defragment, bool, "True or False")
-    _check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
-    _check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
-    _check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
-    _check_kind("model", model, nn.Module, "a torch.nn.Module")
+        check_count("bucket_bytes", bucket_bytes, at_least=1)
+    check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
+    check_kind("defragment", defragment, bool, "True or False")
+    check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
+    check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
+    check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
     if activations is not None:
         activations.check()
-    _check_not_sharded(model)
-    scopes = find_parameters(model, find_scopes(model, units))
+    check_not_sharded(model)
+    left = find_ignored(model, ignored)
+    scopes = find_parameters(model, find_scopes(model, units), left.values())
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
-    device = next(model.parameters()).device
-    _check_not_hooked(scopes)
+    device = next(iter(scopes.values()))[0].parameter.device
+    check_not_hooked(scopes)
     if optimizer is not None:
         check_holds(optimizer, model.parameters())
+        check_holds_once(optimizer, scopes)
     ledger = Ledger()
     meter = Meter(ledger)
     ranks = make_mesh(
@@ -123,7 +153,7 @@ def shard(
         shards=kind.shards_optimizer,
         ledger=ledger,
         staging=Staging(bucket_bytes, on_change=partial(meter.add, "communication")),
-        tensor=tensor_mesh(model.named_parameters()),
+        tensor=tensor_mesh((item.name, item.parameter) for found in scopes.values() for item in found),
     )
     settings = {
         "stage": stage,
@@ -135,7 +165,7 @@ def shard(
         "bucket_bytes": bucket_bytes,
         "defragment": defragment,
     }
-    lines = [f"{name}={value}" for name, value in settings.items()]
+    lines = [f"{name}={value}" for name, value in settings.items()] + [f"ignored parameter {name!r}" for name in left]
     check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
 
     modules = dict(model.named_modules())
@@ -156,14 +186,19 @@ def shard(
         prefetch=prefetch,
         syncs_buffers=broadcast_buffers,
     )
+    if dtypes.compute is not None:
+        widen_weights(model)
     if activations is not None:
         activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter, regions)
     if device.type != "meta":
-        sync_buffers(model, ranks, all_dtypes=True)
+        equalise(model, ranks)
     if optimizer is not None:
         remap(optimizer, _replacements(scopes, made))
     _retire(scopes)
+    for parameter in left.values():
+        mark_ignored(parameter)
     watch(engine)
+    guard(model)
     for name, value in {
         ENGINE: engine,
         _ARENA: regions,
@@ -257,14 +292,20 @@ def _retire(scopes: dict[str, list[Found]]) -> None:
     """Free the parameters as they were, whoever holds them still, and know them again in an optimizer."""
     for found in scopes.values():
         for item in found:
-            mark_replaced(item.parameter, item.name)
-            local = local_of(item.parameter)
-            local.data = local.data.new_empty(0)
+            for parameter in (item.parameter, *item.twins):
+                mark_replaced(parameter, item.name)
+                local = local_of(parameter)
+                local.data = local.data.new_empty(0)
 
 
 def _replacements(scopes: dict[str, list[Found]], units: Sequence[Unit]) -> dict[nn.Parameter, SlicedTensor]:
     sliced = {entry.name: entry.sliced for unit in units for bucket in unit.buckets for entry in bucket.entries}
-    return {item.parameter: sliced[item.name] for found in scopes.values() for item in found}
+    return {
+        parameter: sliced[item.name]
+        for found in scopes.values()
+        for item in found
+        for parameter in (item.parameter, *item.twins)
+    }
 
 
 def _describe_buffers(model: nn.Module) -> list[str]:
@@ -278,33 +319,3 @@ def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
         for name, found in scopes.items()
         for item in found
     ]
-
-
-def _check_count(name: str, value: int, *, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise SettingsError(f"{name} must be a whole number of at least {at_least}; found {value!r}")
-
-
-def _check_kind(name: str, value: object, kind: type | UnionType, expected: str) -> None:
-    if not isinstance(value, kind):
-        raise SettingsError(f"{name} must be {expected}; found {value!r}")
-
-
-def _check_not_hooked(scopes: dict[str, list[Found]]) -> None:
-    for found in scopes.values():
-        for item in found:
-            if item.parameter._backward_hooks or item.parameter._post_accumulate_grad_hooks:
-                raise SettingsError(
-                    f"parameter {item.name!r} has gradient hooks, which would not run on a sharded parameter: remove "
-                    f"them and read p.grad after backward instead."
-                )
-
-
-def _check_not_sharded(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, ENGINE)
-        if sharded:
-            raise UsageError(
-                f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, "
-                f"and say with units= what is gathered as one."
-            )

@@ -6,7 +6,6 @@ A bucket knows how to make itself whole (gather) and how to give that memory bac
 ============  ============  =============================================================================
 ``master``    one slice     the values that the optimizer updates; the sliced parameters are views of it
 ``whole``     all elements  the gathered copy in the compute dtype; *is* ``master`` where nothing is cut or cast
-on a shelf    one slice     ``master`` for other ranks to fetch, or a cast copy of it (`versions.py`)
 ============  ============  =============================================================================
 
     SLICED ──start_gather──▶ GATHERING ──finish_gather──▶ WHOLE ──release, or a write──▶ SLICED
@@ -40,6 +39,11 @@ from onecopy.sharding.layout import ALIGNMENT, Cut, Layout
 from onecopy.sharding.precision import Dtypes
 from onecopy.sharding.sliced import SlicedTensor, Slicing, dense_strides, flatten
 from onecopy.sharding.tensor_parallel import spec_of
+
+NO_MEMORY: Final = (
+    "the model was sharded on the meta device and has no values yet: call onecopy.materialize(model, device), or "
+    "onecopy.load_pretrained(model, directory), before it is used."
+)
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -89,11 +93,12 @@ class WholeParameter(nn.Parameter):
 
 @dataclass(frozen=True)
 class Found:
-    """A parameter as the model was built, and every place that holds it."""
+    """A parameter as the model was built, every place that holds it, and other objects over the very same memory."""
 
     name: str
     parameter: nn.Parameter
     places: tuple[Place, ...]
+    twins: tuple[nn.Parameter, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +122,11 @@ class Entry:
     whole: nn.Parameter
     node: object | None
 
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let modules hold ``parameter``."""
+        for module, attribute in self.places:
+            module._parameters[attribute] = parameter
+
 
 class Bucket:
     """See the file's first lines.
@@ -132,6 +142,7 @@ class Bucket:
     Attributes:
         changes: how often the parameters were written to since they were sharded.
         before_write: called when they are about to be, on every rank; None while nobody else reads them.
+        shelf: where ``master`` lies for other ranks to fetch (`versions.py`); None where all gather together.
         state: where the whole parameters are.
     """
 
@@ -156,8 +167,7 @@ class Bucket:
         self.tag = 16 * index
         self.changes = 0
         self.before_write: Callable[[], None] | None = None
-        self._shelf: Shelf | None = None
-        self._master_shelf: Shelf | None = None
+        self.shelf: Shelf | None = None
         self._version = 0
         self.specs = [spec_of(f.parameter, mesh.tensor) for f in found]
         local = [local_of(f.parameter) for f in found]
@@ -179,7 +189,7 @@ class Bucket:
             self._whole.free()
         if device.type != "meta":
             self.meter.add("parameters_sliced", self.master.nbytes)
-        self.state = State.WHOLE if self._aliased else State.SLICED
+        self.state = State.WHOLE if self._aliased and device.type != "meta" else State.SLICED
         self._gathering: Collective | None = None
         self.entries = [
             self._entry(position, item, local)
@@ -298,8 +308,8 @@ class Bucket:
         """The whole parameters in the master dtype, gathered into a new buffer."""
         whole = self.buffer(self.dtypes.master)
         collective: Collective | None
-        if self._master_shelf is not None and self._master_shelf.laid is not None:
-            collective = self.mesh.shard.gather(self._master_shelf, whole.flat, self._version, self.unit)
+        if self.shelf is not None and self.shelf.laid is not None:
+            collective = self.mesh.shard.gather(self.shelf, whole.flat, self._version, self.unit)
         else:
             collective = self.mesh.shard.all_gather(self.master, whole.flat, self.unit, self.tag + Message.MASTERS)
         if collective is not None:
@@ -336,39 +346,23 @@ class Bucket:
 
     # --- gather and release
 
-    @property
-    def shelf_numbers(self) -> tuple[int, int]:
-        """Names of the shelves for what is gathered to compute with, and for the masters."""
-        return self.tag + Message.FORWARD, self.tag + Message.MASTERS
-
-    def connect(self, shelf: Shelf, master_shelf: Shelf) -> None:
-        """Gather from shelves from now on."""
-        self._shelf, self._master_shelf = shelf, master_shelf
-
     def lay_out(self, version: int) -> None:
         """Let other ranks fetch this rank's slice."""
-        assert self._shelf is not None
-        assert self._master_shelf is not None
+        assert self.shelf is not None
         self._version = version
-        laid = self.master.to(self.dtypes.compute)
-        if laid is not self.master:
-            self.meter.add("parameters_sliced", laid.nbytes)
-        self._shelf.lay(laid, version)
-        self._master_shelf.lay(self.master, version)
+        self.shelf.lay(self.master, version)
 
-    def clear_shelves(self) -> None:
+    def clear_shelf(self) -> None:
         """No rank fetches any more."""
-        assert self._shelf is not None
-        assert self._master_shelf is not None
-        if self._shelf.laid is not None and self._shelf.laid is not self.master:
-            self.meter.add("parameters_sliced", -self._shelf.laid.nbytes)
-        self._shelf.clear()
-        self._master_shelf.clear()
+        assert self.shelf is not None
+        self.shelf.clear()
 
     def start_gather(self, *, backward: bool) -> None:
         """Begin to make the parameters whole, unless they are or it has begun. Sends (N-1)/N of the bucket."""
         if self.state is not State.SLICED:
             return
+        if self.device.type == "meta":
+            raise UsageError(NO_MEMORY)
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
         self._poison()
@@ -377,8 +371,8 @@ class Bucket:
 
     def _issue_gather(self, backward: bool) -> Collective | None:
         axis, whole = self.mesh.shard, self._whole.flat
-        if self._shelf is not None and self._shelf.laid is not None:
-            return axis.gather(self._shelf, whole, self._version, self.unit)
+        if self.shelf is not None and self.shelf.laid is not None:
+            return axis.gather(self.shelf, whole, self._version, self.unit)
         mine = self.master
         if self.dtypes.compute != self.dtypes.master and axis.size > 1:
             mine = self._own_part(whole).copy_(mine)
@@ -434,7 +428,12 @@ class Bucket:
         return not self._aliased
 
     def check(self, *, trains: bool) -> None:
-        """Raise `UsageError` if a parameter was replaced, hooked or, where a graph is built, unfrozen since `shard`."""
+        """Raise `UsageError` if a parameter was replaced, hooked or (where a graph is built) unfrozen since `shard`.
+
+        So it does if there is no memory yet.
+        """
+        if self.device.type == "meta":
+            raise UsageError(NO_MEMORY)
         for entry in self.entries:
             if trains and entry.sliced.requires_grad and not self.trainable:
                 raise UsageError(
@@ -446,8 +445,7 @@ class Bucket:
                     f"parameter {entry.name!r} has gradient hooks, which do not run on sharded parameters: read "
                     f"p.grad after backward instead."
                 )
-            module, attribute = entry.places[0]
-            if module._parameters.get(attribute) is not entry.shown:
+            if any(module._parameters.get(attribute) is not entry.shown for module, attribute in entry.places):
                 raise UsageError(
                     f"parameter {entry.name!r} was replaced after onecopy.shard; edit it in place inside "
                     f"`with onecopy.gathered(model, write=True):` instead."

@@ -1,14 +1,14 @@
 """Finding units: which module scopes are gathered and released as one.
 
 The repeated blocks of a `ModuleList` or `Sequential` are units; of what is left, large modules (an embedding, a head)
-are units of their own, and the root takes the rest. A parameter that several units share (tied weights) goes to the
-innermost scope that contains them all.
+are units of their own, and the root takes the rest. A parameter that several units use (tied weights, a module in two
+blocks) goes to the innermost scope that contains them all.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -16,8 +16,12 @@ from torch import nn
 
 from onecopy.errors import SettingsError
 from onecopy.sharding.bucket import Found, Place
+from onecopy.sharding.shared import find_twins
 
 Units = Literal["auto"] | Iterable[nn.Module | type[nn.Module] | str]
+
+_Chain = tuple[str, ...]
+"""Scopes, each inside the one before."""
 
 
 def find_scopes(model: nn.Module, units: Units) -> list[str]:
@@ -53,24 +57,105 @@ def find_scopes(model: nn.Module, units: Units) -> list[str]:
     return ["", *(name for name in modules if name in chosen and name)]
 
 
-def find_parameters(model: nn.Module, scopes: Sequence[str]) -> dict[str, list[Found]]:
-    """The parameters of each scope, in the order of `model.named_parameters()`; scopes without any are left out."""
+def find_parameters(
+    model: nn.Module, scopes: Sequence[str], ignored: Iterable[nn.Parameter] = ()
+) -> dict[str, list[Found]]:
+    """The parameters of each scope, in the order of `model.named_parameters()`; scopes without any are left out.
+
+    Args:
+        ignored: parameters that are left out.
+
+    Raises:
+        SettingsError: if two lie over the same memory without being one, or only one of them is ignored.
+    """
+    everything = dict(model.named_parameters())
+    twins = find_twins(everything, dict(model.named_buffers()))
+    left = {id(parameter) for parameter in ignored}
+    for name, own in everything.items():
+        if (id(own) in left) is not (id(twins.get(id(own), own)) in left):
+            raise SettingsError(
+                f"parameter {name!r} shares its memory with another: ignored= must have both or neither"
+            )
+    parameters = {name: p for name, p in everything.items() if id(p) not in left}
+    chains = _scopes_above(model, scopes)
     places: dict[int, list[Place]] = {}
-    names: dict[int, list[str]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
+    shared: dict[int, _Chain] = {}
+    objects: dict[int, dict[int, nn.Parameter]] = {}
+    for module in model.modules():
         for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                parameters[id(parameter)] = parameter
-                places.setdefault(id(parameter), []).append((module, attribute))
-                names.setdefault(id(parameter), []).append(prefix)
+            if parameter is None or id(parameter) in left:
+                continue
+            key = id(twins.get(id(parameter), parameter))
+            places.setdefault(key, []).append((module, attribute))
+            shared[key] = _common(shared.get(key, chains[module]), chains[module])
+            objects.setdefault(key, {})[id(parameter)] = parameter
     found: dict[str, list[Found]] = {scope: [] for scope in scopes}
-    for key, parameter in parameters.items():
-        owners = [scope for scope in scopes if all(_is_below(name, scope) for name in names[key])]
-        first = names[key][0]
-        name = f"{first}.{places[key][0][1]}" if first else places[key][0][1]
-        found[max(owners, key=len)].append(Found(name, parameter, tuple(places[key])))
+    for name, parameter in parameters.items():
+        if (key := id(parameter)) in places:
+            others = tuple(other for other in objects[key].values() if other is not parameter)
+            found[shared[key][-1]].append(Found(name, parameter, tuple(places[key]), others))
     return {scope: items for scope, items in found.items() if items}
+
+
+def name_units_for(model: nn.Module, scopes: Iterable[str], parameter: str) -> list[str]:
+    """Names for `units=` that leave ``parameter`` to the root: ``scopes``, with those around it taken apart."""
+    holder = parameter.rpartition(".")[0]
+    names: list[str] = []
+    for scope in scopes:
+        if scope and not _is_below(holder, scope):
+            names.append(scope)
+        elif scope:
+            names += _callable_below(model.get_submodule(scope), scope, holder)
+    return names
+
+
+def _callable_below(module: nn.Module, prefix: str, holder: str) -> list[str]:
+    names: list[str] = []
+    for attribute, child in module.named_children():
+        path = f"{prefix}.{attribute}"
+        if not _has_forward(child):
+            names += _callable_below(child, path, holder)
+        elif _numel(child) and not _is_below(holder, path):
+            names.append(path)
+    return names
+
+
+def _scopes_above(model: nn.Module, scopes: Sequence[str]) -> dict[nn.Module, _Chain]:
+    """For each module the scopes, outermost first, that every way from the model to it leads through, its own last.
+
+    A module that sits in two blocks, or that another one holds in a list or an attribute to call it, is reached by
+    several ways; what they have in common is where its parameters are whole for all who use it.
+    """
+    names = {model.get_submodule(scope): scope for scope in scopes}
+    chains: dict[nn.Module, _Chain] = {}
+    left: list[tuple[nn.Module, _Chain]] = [(model, ())]
+    known = set(model.modules())
+    while left:
+        module, above = left.pop()
+        chain = (*above, names[module]) if module in names else above
+        if module in chains:
+            chain = _common(chains[module], chain)
+            if chain == chains[module]:
+                continue
+        chains[module] = chain
+        left += [(child, chain) for child in _used_by(module) if child in known]
+    return chains
+
+
+def _used_by(module: nn.Module) -> Iterator[nn.Module]:
+    """Its children, and modules that it holds without having registered them, directly or in a list, tuple or dict."""
+    yield from module.children()
+    for value in vars(module).values():
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, nn.Module))
+        elif type(value) is dict:
+            yield from (item for item in value.values() if isinstance(item, nn.Module))
+
+
+def _common(one: _Chain, other: _Chain) -> _Chain:
+    return tuple(scope for scope in one if scope in other)
 
 
 def _is_below(name: str, scope: str) -> bool:

@@ -28,8 +28,11 @@ from onecopy.errors import UsageError
 from onecopy.memory.meter import Meter
 from onecopy.sharding.boundary import at_end_of_backward, in_backward, in_transform, mark_inputs
 from onecopy.sharding.bucket import Bucket
-from onecopy.sharding.buffers import broadcast_buffers
+from onecopy.sharding.buffers import Buffers
+from onecopy.sharding.discover import name_units_for
+from onecopy.sharding.entrances import open_entrances
 from onecopy.sharding.frames import caller_of_hook, is_running
+from onecopy.sharding.ignored import is_ignored
 from onecopy.sharding.micro_batches import MicroBatches
 from onecopy.sharding.order import Foresight
 from onecopy.sharding.reducer import Reducer
@@ -54,15 +57,17 @@ class Engine:
         mesh: the ranks.
         ledger: where collectives are booked.
         meter: where bytes are counted.
-        inputs: dtype to which floating-point inputs of the model are cast, None to leave them.
+        inputs: dtype to which floating-point inputs of the model and its units are cast, None to leave them.
         accumulate: micro-batches in a step.
         prefetch: units to gather ahead.
-        syncs_buffers: take the first rank's floating-point buffers before each training forward.
+        syncs_buffers: keep buffers equal to the first rank's.
 
     Attributes:
         gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
         micro_batches: where in a step training is.
         versions: when slices may be read by others, and when they may change.
+        buffers: what is not sharded.
+        inputs: as it was given.
     """
 
     def __init__(
@@ -87,8 +92,8 @@ class Engine:
         self.meter = meter
         self.gathered = 0
         self.micro_batches = MicroBatches(accumulate)
-        self._inputs = inputs
-        self._syncs_buffers = syncs_buffers
+        self.inputs = inputs
+        self.buffers = Buffers(model, mesh, syncs=syncs_buffers)
         self._step_began = 0.0
         self._state_bytes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._in_model_forward = False
@@ -113,6 +118,7 @@ class Engine:
         self.rebuild_gradients()
         for unit in self.units:
             self._attach(unit)
+        open_entrances(self._root, self._before_forward, self._after_forward, self._forget_interrupted)
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -195,7 +201,7 @@ class Engine:
             if self._in_backward:
                 self.recover()
             if unit.scope is self.model and len(unit.passages) == 1:
-                args, kwargs = self._begin_forward(args, kwargs, passage.edits, recorded=visit is not None)
+                self._begin_forward(recorded=visit is not None)
             if visit is None and self._records:
                 unit.unrecorded += 1
                 self._unrecorded += 1
@@ -204,6 +210,7 @@ class Engine:
             self.versions.lay_out()
             self._gather(unit, self._forward)
         unit.show_whole()
+        args, kwargs = self._cast(args, kwargs, passage.edits)
         if visit is not None:
             visit.time = perf_counter()
             ended = partial(self._after_backward, unit, visit)
@@ -216,7 +223,7 @@ class Engine:
         """Slices in `p.grad` come and go by the user's hand, so they are looked at and not followed."""
         self.meter.set("gradients_sliced", sum(g.sliced_bytes for unit in self.units for g in unit.gradients))
 
-    def _begin_forward(self, args: Any, kwargs: Any, edits: Edits, *, recorded: bool) -> tuple[Any, Any]:
+    def _begin_forward(self, *, recorded: bool) -> None:
         for bucket in self._buckets:
             bucket.check(trains=recorded)
         self._trains = any(entry.shown.requires_grad for bucket in self._buckets for entry in bucket.entries)
@@ -227,13 +234,16 @@ class Engine:
             self._awaits_backward = True
         self._count_gradients()
         self._forward.begin()
-        if self._syncs_buffers and self.model.training:
-            broadcast_buffers(self.model, self.mesh)
-        if self._inputs is None:
+        with self.ledger.during("forward"):
+            self.buffers.before_forward(recorded=recorded)
+
+    def _cast(self, args: Any, kwargs: Any, edits: Edits) -> tuple[Any, Any]:
+        """A unit's floating-point inputs in the compute dtype; another unit may have computed in a wider one."""
+        if self.inputs is None:
             return args, kwargs
 
         def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(self._inputs) if tensor.is_floating_point() else tensor
+            return tensor.to(self.inputs) if tensor.is_floating_point() else tensor
 
         return replace_tensors(args, cast, edits), replace_tensors(kwargs, cast, edits)
 
@@ -277,7 +287,7 @@ class Engine:
 
     def _refuse_new_parameters(self) -> None:
         for name, parameter in self.model.named_parameters():
-            if not isinstance(parameter, SlicedTensor):
+            if not isinstance(parameter, SlicedTensor) and not is_ignored(parameter):
                 raise UsageError(
                     f"parameter {name!r} came into the model after onecopy.shard and would not be averaged over ranks: "
                     f"add and replace modules before."
@@ -371,6 +381,7 @@ class Engine:
         finally:
             self._leave_backward()
         if self._counts:
+            self.buffers.micro_batch_ended(last=self.micro_batches.is_last)
             self.micro_batches.backward_ended()
 
     def _leave_backward(self) -> None:
@@ -397,11 +408,22 @@ class Engine:
                 unit.finished = False
         self.micro_batches.begin_anew()
 
+    def advise(self, parameter: str) -> str:
+        """What lets ``parameter`` be used where it was just now: in the model's forward, but outside of its unit's."""
+        if not self._in_model_forward:
+            return ""
+        units = name_units_for(self.model, [unit.name for unit in self.units], parameter)
+        return (
+            f" To use it in other modules' forwards too, make it the root's, which is whole for all of the model's "
+            f"forward: onecopy.shard(..., units={units})."
+        )
+
     def enter_gathered(self) -> None:
         """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
         self.come_to_rest()
         if self._in_backward or any(unit.passages for unit in self.units):
             raise UsageError("onecopy.gathered cannot be entered while the model is computing.")
+        self.buffers.settle()
         self.gathered += 1
 
     def before_step(self) -> None:
@@ -410,6 +432,7 @@ class Engine:
         self._refuse_nothing_to_do()
         self.versions.step_begins()
         self.ledger.phase = "step"
+        self.buffers.before_step()
         self._count_gradients()
         self._step_began = perf_counter()
 
@@ -461,6 +484,7 @@ class Engine:
             self._reducer.abandon()
         finally:
             self.micro_batches.begin_anew()
+            self.buffers.micro_batch_ended(last=True)
             self._leave_backward()
 
 

@@ -109,7 +109,7 @@ def _local(argument: Any, like: SlicedTensor, func: Any) -> Any:
         if argument.shape != like.shape:
             raise NeedsWholeError(
                 f"{_name(func)} would broadcast shape {tuple(argument.shape)} over the sharded {like.slicing.name!r} "
-                f"{tuple(like.shape)}; use it inside `with onecopy.gathered(...)`."
+                f"{tuple(like.shape)}; use it inside `with onecopy.gathered(...)`.{_advice(like)}"
             )
         return like.slicing.cut(argument)
     return argument
@@ -195,8 +195,14 @@ def _needs_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     raise NeedsWholeError(
         f"{_name(func)} needs the whole parameter {found.slicing.name!r} {tuple(found.shape)}, of which this rank "
         f"holds {found.slicing.numel} elements. Use it inside `with onecopy.gathered(model):`, or call the model (a "
-        f"unit's parameters are whole while its forward runs)."
+        f"unit's parameters are whole while its forward runs).{_advice(found)}"
     )
+
+
+def _advice(parameter: SlicedTensor) -> str:
+    """What the engine that runs the model of ``parameter`` says to its use."""
+    engine = parameter._engine() if parameter._engine is not None else None
+    return str(engine.advise(parameter.slicing.name)) if engine is not None else ""
 
 
 def _first_sliced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTensor:

@@ -18,8 +18,9 @@ class Precision:
     """Dtypes of a sharded model. None leaves the choice as said at each field; non-floating parameters keep theirs.
 
     Attributes:
-        compute: of whole parameters in forward and backward, and of floating-point inputs of the model. None: each
-            parameter's own.
+        compute: of whole parameters in forward and backward, and of floating-point inputs of the model and of each
+            unit. None: each parameter's own. Norms with running statistics (BatchNorm) widen theirs to the dtype of
+            the statistics, which are buffers and keep it (`statistics.py`).
         reduce: of gradients on the wire. None: the compute dtype. Sums over ranks are taken in fp32 or wider on gloo.
         accumulate: of gradients, kept and summed over micro-batches. None: fp32, or the master dtype where that is
             wider. A narrower one (bf16 over fp32 masters) halves what gradients take, as ZeRO §3.1 counts them, and

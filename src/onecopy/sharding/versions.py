@@ -34,15 +34,14 @@ class Versions:
         self._number = 1
         self._is_laid_out = False
         self._in_step = False
-        shelves = axis.make_shelves([number for bucket in buckets for number in bucket.shelf_numbers])
+        shelves = axis.make_shelves([bucket.tag for bucket in buckets])
         self.reads_freely = shelves is not None
-        for position, bucket in enumerate(buckets):
+        for bucket, shelf in zip(buckets, shelves or [None] * len(buckets), strict=True):
             bucket.before_write = self.before_write
-            if shelves is not None:
-                bucket.connect(shelves[2 * position], shelves[2 * position + 1])
+            bucket.shelf = shelf
 
     def lay_out(self) -> None:
-        """Let other ranks read what the slices hold now. Where they compute in another dtype, that is a cast copy."""
+        """Let other ranks read what the slices hold now."""
         if self._is_laid_out:
             return
         self._is_laid_out = True
@@ -58,7 +57,7 @@ class Versions:
         if self.reads_freely:
             self._axis.barrier()
             for bucket in self._buckets:
-                bucket.clear_shelves()
+                bucket.clear_shelf()
         self._number += 1
         self._is_laid_out = False
 

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
-from onecopy.sharding.bucket import Bucket, Found
-from onecopy.sharding.buffers import broadcast_buffers
+from onecopy.sharding.bucket import NO_MEMORY, Bucket, Found
+from onecopy.sharding.buffers import equalise
+from onecopy.sharding.computing import Computing, Copies
 from onecopy.sharding.engine import Engine, find_engine
 from onecopy.sharding.flat import FlatBuffer
+from onecopy.sharding.ignored import is_ignored, mark_ignored
 from onecopy.sharding.optimizers import mark_replaced, watch
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.unit import Unit
@@ -26,7 +28,10 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
 
     Inside, the modules hold plain `nn.Parameter`s of full shape in the master dtype: generate, inspect, save, edit.
     Those that tensor parallelism has made DTensors are DTensors again, whose `full_tensor()` is the whole.
-    Memory: all of the parameters asked for, on every rank. Traffic: (N-1)/N of them; with ``write`` that much again.
+    A module that is called computes as in training: under ``precision=`` with copies in the compute dtype, made at the
+    first call, and with its floating-point inputs cast.
+    Memory: all of the parameters asked for, on every rank, and those copies. Traffic: (N-1)/N of them; with ``write``
+    that much again.
 
     Args:
         target: a sharded model or a module in it, one of its parameters, or several.
@@ -40,12 +45,22 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
     """
     if isinstance(target, nn.Module) and (engine := find_engine(target)) is not None:
         engine.come_to_rest()
+        _check_has_memory(engine)
     wanted = _parameters_of(target)
     # In the order of the parameters, which is that of all ranks.
     engines = dict.fromkeys(_engine_of(parameter) for parameter in wanted)
     for engine in engines:
+        _check_has_memory(engine)
         engine.enter_gathered()
-    opened = [_Opened(bucket, wanted) for engine in engines for bucket in _buckets_with(engine, wanted)]
+    opened: list[_Opened] = []
+    computing: list[Computing] = []
+    for engine in engines:
+        own = [_Opened(bucket, wanted) for bucket in _buckets_with(engine, wanted)]
+        opened += own
+        if engine.inputs is not None:
+            copies = [item.copies() for item in own if item.computes_in_another_dtype]
+            scopes = [unit.scope for unit in engine.units]
+            computing.append(Computing(engine.model, scopes, engine.inputs, copies, write))
     try:
         if isinstance(target, nn.Module):
             yield target
@@ -63,6 +78,8 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
         for item in opened:
             item.store(write)
     finally:
+        for each in computing:
+            each.close()
         for engine in engines:
             engine.gathered -= 1
 
@@ -105,7 +122,7 @@ def materialize(
                     item.close()
                     item.store(write=True)
     engine.versions.lay_out()
-    broadcast_buffers(model, engine.mesh, all_dtypes=True)
+    equalise(model, engine.mesh)
     return model
 
 
@@ -128,7 +145,16 @@ def allocate(model: nn.Module, device: torch.device | str) -> Engine:
                 mark_replaced(found.parameter, found.name)
     engine.rebuild_gradients()
     watch(engine)
+    ignored = {
+        id(p): nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+        for p in model.parameters()
+        if is_ignored(p)
+    }
     for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in ignored:
+                module._parameters[name] = ignored[id(parameter)]
+                mark_ignored(ignored[id(parameter)])
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -166,9 +192,18 @@ class _Opened:
             if bucket.trainable:
                 whole.register_post_accumulate_grad_hook(_refuse_gradient)
             self.shown.append((entry.sliced, whole))
-            for module, attribute in entry.places:
-                module._parameters[attribute] = whole
+            entry.put(whole)
         self._written = self._writes()
+
+    @property
+    def computes_in_another_dtype(self) -> bool:
+        return self._bucket.dtypes.compute != self._bucket.dtypes.master
+
+    def copies(self) -> Copies:
+        """The same parameters for computing with."""
+        entries = {id(entry.sliced): entry for entry in self._bucket.entries}
+        shown = [(entries[id(sliced)], whole) for sliced, whole in self.shown]
+        return Copies(self._bucket, self._buffer, shown, _refuse_gradient)
 
     def _writes(self) -> int:
         """Counts writes. Plain parameters share the count of the buffer's views; each DTensor has its own."""
@@ -187,13 +222,18 @@ class _Opened:
             )
 
 
+def _check_has_memory(engine: Engine) -> None:
+    if any(bucket.device.type == "meta" for unit in engine.units for bucket in unit.buckets):
+        raise UsageError(NO_MEMORY)
+
+
 def _refuse_gradient(parameter: Tensor) -> None:
     raise UsageError("a backward inside onecopy.gathered would lose its gradients; train outside of it.")
 
 
 def _parameters_of(target: nn.Module | Tensor | Iterable[Tensor]) -> list[SlicedTensor]:
     if isinstance(target, nn.Module):
-        found: list[Any] = list(target.parameters())
+        found: list[Any] = [parameter for parameter in target.parameters() if not is_ignored(parameter)]
     else:
         found = [target] if isinstance(target, Tensor) else list(target)
     for parameter in found:
