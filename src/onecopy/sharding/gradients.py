@@ -46,7 +46,7 @@ class _Gradient:
         self._spec = entry.sliced.slicing.spec
         nothing = entry.sliced.local
         if POISON:
-            nothing = torch.full_like(nothing, torch.nan)
+            nothing = nothing.new_full((1,), torch.nan).expand(nothing.shape)
         self.pending = PendingGradient(nothing, entry.sliced.slicing)
         self.arrived = False
         # A gradient that had been reduced before later micro-batches were kept.

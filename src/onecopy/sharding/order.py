@@ -61,8 +61,8 @@ def agree_order(mesh: Mesh, units: Sequence[Unit], seen: Sequence[Unit], expecte
         expected: those that some rank may have, now or later.
     """
     number = {unit: index for index, unit in enumerate(units)}
-    numbers = torch.full((len(units),), -1, dtype=torch.int64, device=mesh.control_device)
-    numbers[: len(seen)] = torch.tensor([number[unit] for unit in seen], dtype=torch.int64)
+    own = [number[unit] for unit in seen] + [-1] * (len(units) - len(seen))
+    numbers = torch.tensor(own, dtype=torch.int64, device=mesh.control_device)
     for axis in mesh.axes:
         axis.broadcast(numbers, "", _ORDER_TAG)
     order = [units[index] for index in numbers.tolist() if index >= 0]

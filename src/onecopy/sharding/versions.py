@@ -36,9 +36,9 @@ class Versions:
         self._in_step = False
         shelves = axis.make_shelves([bucket.tag for bucket in buckets])
         self.reads_freely = shelves is not None
-        for bucket, shelf in zip(buckets, shelves or [None] * len(buckets), strict=True):
+        for position, bucket in enumerate(buckets):
             bucket.before_write = self.before_write
-            bucket.shelf = shelf
+            bucket.shelf = None if shelves is None else shelves[position]
 
     def lay_out(self) -> None:
         """Let other ranks read what the slices hold now."""
