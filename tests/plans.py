@@ -10,7 +10,7 @@ import argparse
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,9 +109,8 @@ class Visit:
     fails_in_backward: int | None = None
     evaluates: tuple[tuple[int, ...], ...] = ()
 
-    def whole(self) -> Visit:
-        """The same without faults."""
-        return Visit(self.route, self.uses_entry, self.uses_shift)
+    def without_faults(self) -> Visit:
+        return replace(self, fails_in_forward=None, fails_in_backward=None)
 
 
 @dataclass(frozen=True)
@@ -193,8 +192,7 @@ def train_plan(rank: int, plan: Plan) -> None:
             else:
                 raise AssertionError("the forward did not fail")
         try:
-            loss = model(*own, mine if mine.fails_in_backward is not None else mine.whole())
-            loss.backward()
+            model(*own, replace(mine, fails_in_forward=None)).backward()
         except (ArithmeticError, CollectiveError):
             if not fails:
                 raise
@@ -204,7 +202,7 @@ def train_plan(rank: int, plan: Plan) -> None:
             optimizer.zero_grad()
             continue
         for other in range(plan.num_ranks):
-            (twin(*part(batch, other, plan.num_ranks), visits[other].whole()) / plan.num_ranks).backward()
+            (twin(*part(batch, other, plan.num_ranks), visits[other].without_faults()) / plan.num_ranks).backward()
         if index % plan.accumulate:
             continue
         unused = {n for n, p in twin.named_parameters() if p.grad is None}

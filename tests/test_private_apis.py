@@ -282,7 +282,7 @@ def test_hooks_of_saved_tensors_can_be_looked_at_pushed_and_popped() -> None:
 
 def test_hooks_get_views_whose_storage_and_version_are_the_originals() -> None:
     """sharding/saved.py: `UntypedStorage._cdata` names a storage, and a detached output shares its version."""
-    weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
+    weight, x = torch.ones(5, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
     seen: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.detach(), lambda t: t):
         y = torch.sigmoid(x @ weight.t())
@@ -305,7 +305,7 @@ def test_holders_of_a_parameter_are_counted() -> None:
     product = torch.ones(2, 3, requires_grad=True) @ weight
     assert counts()[1] > at_first[1]
     product.sum().backward()
-    view = weight.detach().t()
+    view = weight.detach()
     assert counts()[0] == at_first[0] + 1
     del product, view
     assert counts() == at_first

@@ -378,11 +378,19 @@ class Engine:
     def _end_of_backward(self) -> None:
         try:
             self._reducer.end()
+        except BaseException:
+            self._begin_step_anew()
+            raise
         finally:
             self._leave_backward()
         if self._counts:
             self.buffers.micro_batch_ended(last=self.micro_batches.is_last)
             self.micro_batches.backward_ended()
+
+    def _begin_step_anew(self) -> None:
+        """A backward failed, here or on another rank: the next micro-batch is a step's first, on all of them."""
+        self.micro_batches.begin_anew()
+        self.buffers.micro_batch_ended(last=True)
 
     def _leave_backward(self) -> None:
         for unit in self.units:
@@ -483,8 +491,7 @@ class Engine:
         try:
             self._reducer.abandon()
         finally:
-            self.micro_batches.begin_anew()
-            self.buffers.micro_batch_ended(last=True)
+            self._begin_step_anew()
             self._leave_backward()
 
 
