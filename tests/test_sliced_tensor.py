@@ -119,8 +119,8 @@ def _refusals(rank: int) -> list[str]:
     messages = []
     attempts: list[Callable[[], object]] = [
         lambda: model.w @ model.w.t(),
-        lambda: model.w.sum(),
-        lambda: model.w.detach().mean(),
+        lambda: model.w.sum(0),
+        lambda: model.w.detach().mean(dim=1, keepdim=True),
         lambda: model.w.detach() + torch.ones(7),
         lambda: torch.ones(5, 7).add_(model.w.detach()),
         lambda: torch.linalg.vector_norm(model.w.detach(), 2, dim=(0,)),

@@ -1,0 +1,376 @@
+"""Reductions of SlicedTensors to one value: this rank's part now, all ranks' parts in one collective, folded in order.
+
+`sum`, `mean`, `max`, `any`, … of all elements are what they are of the whole tensor, on every rank. One over some
+dimensions only (`dim=`) is left to `needs_whole`.
+
+In a loss (an L2 penalty, say) they have gradients. Every rank's loss has its own, and training wants the mean over
+ranks, as of every gradient. Of a reduction that is one number: the mean over ranks of the gradient of its value. So a
+value that autograd records is a `Recorded`, which at its first use has that number averaged in backward, and handed to
+autograd as a `ReductionGradient`: one that expands to a slice, not to a whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from onecopy.comm.mesh import Axis, Mesh
+from onecopy.errors import NeedsWholeError
+from onecopy.sharding.elements import needs_whole, part
+from onecopy.sharding.norms import PartialNorm, partial_norm
+from onecopy.sharding.precision import PIECE_NUMEL
+from onecopy.sharding.sliced import Rule, SlicedTensor, Slicing
+
+aten = torch.ops.aten
+
+# The axes over which losses are averaged, by the axis that slices lie along.
+_AVERAGED_OVER: WeakKeyDictionary[Axis, tuple[Axis, ...]] = WeakKeyDictionary()
+
+
+def average_losses_over(mesh: Mesh) -> None:
+    """Say that losses of a model on ``mesh`` are averaged over its data-parallel axes."""
+    _AVERAGED_OVER[mesh.shard] = mesh.axes
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How one kind of reduction is put together.
+
+    Attributes:
+        take: of a rank's elements (1-D, at least one) the numbers that it contributes.
+        nothing: what a rank without elements contributes; by dtype, float64 or int64.
+        fold: the numbers of all ranks, shape (ranks, numbers), to those of all elements.
+        finish: those, and the operation's `correction`, to the values that the operation returns.
+    """
+
+    take: Callable[[Tensor], list[Tensor]]
+    nothing: Callable[[torch.dtype], list[float]]
+    fold: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor, int, float], list[Tensor]] = lambda numbers, numel, correction: [numbers[0]]
+
+
+def _in_pieces(values: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+    # On CPU torch widens all it is given before it reduces.
+    pieces = values.split(PIECE_NUMEL) if values.dtype in (torch.float16, torch.bfloat16) else (values,)
+    return torch.stack([act(piece).to(_exact(values.dtype)) for piece in pieces])
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """One that holds every value of ``dtype``, and in which they are folded."""
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.int64
+
+
+def _sum(values: Tensor) -> Tensor:
+    return _in_pieces(values, lambda piece: piece.sum(dtype=_wide(values.dtype))).sum()
+
+
+def _prod(values: Tensor) -> Tensor:
+    return _in_pieces(values, lambda piece: piece.prod(dtype=_exact(values.dtype))).prod()
+
+
+def _moments(values: Tensor) -> list[Tensor]:
+    """Number, mean and sum of squares about it; Chan, Golub and LeVeque's, for numbers that stay exact."""
+    wide = values.double()
+    mean = wide.mean()
+    return [torch.tensor(float(values.numel()), dtype=torch.float64), mean, (wide - mean).square().sum()]
+
+
+def _fold_moments(parts: Tensor) -> Tensor:
+    counts, means, squares = parts.unbind(1)
+    mean = (counts * means).sum() / counts.sum()
+    return torch.stack([counts.sum(), mean, (squares + counts * (means - mean).square()).sum()])
+
+
+def _variance(numbers: Tensor, numel: int, correction: float) -> list[Tensor]:
+    return [numbers[2] / max(numel - correction, 0)]
+
+
+def _deviation(numbers: Tensor, numel: int, correction: float) -> list[Tensor]:
+    return [_variance(numbers, numel, correction)[0].sqrt()]
+
+
+def _least(dtype: torch.dtype) -> float:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(torch.int64).min
+
+
+def _most(dtype: torch.dtype) -> float:
+    return math.inf if dtype.is_floating_point else torch.iinfo(torch.int64).max
+
+
+def _add(parts: Tensor) -> Tensor:
+    return parts.sum(0)
+
+
+_SUM = _Reduction(lambda v: [_sum(v)], lambda d: [0], _add)
+_MEAN = _Reduction(_SUM.take, _SUM.nothing, _add, lambda numbers, numel, _: [numbers[0] / numel])
+_NANSUM = _Reduction(lambda v: [_sum(v.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))], _SUM.nothing, _add)
+_PROD = _Reduction(lambda v: [_prod(v)], lambda d: [1], lambda parts: parts.prod(0))
+_MAX = _Reduction(lambda v: [v.amax()], lambda d: [_least(d)], lambda parts: parts.amax(0))
+_MIN = _Reduction(lambda v: [v.amin()], lambda d: [_most(d)], lambda parts: parts.amin(0))
+_MIN_AND_MAX = _Reduction(
+    lambda v: [v.amin(), -v.amax().to(_exact(v.dtype))],
+    lambda d: [_most(d), -_least(d) if d.is_floating_point else _most(d)],
+    lambda parts: parts.amin(0),
+    lambda numbers, numel, _: [numbers[0], -numbers[1]],
+)
+_ANY = _Reduction(lambda v: [v.any()], lambda d: [0], lambda parts: parts.amax(0))
+_ALL = _Reduction(lambda v: [v.all()], lambda d: [1], lambda parts: parts.amin(0))
+_COUNT = _Reduction(lambda v: [v.count_nonzero()], lambda d: [0], _add)
+_VAR = _Reduction(_moments, lambda d: [0, 0, 0], _fold_moments, _variance)
+_STD = _Reduction(_moments, lambda d: [0, 0, 0], _fold_moments, _deviation)
+
+_BY_OPERATION: dict[Any, _Reduction] = {
+    aten.sum.default: _SUM,
+    aten.sum.dim_IntList: _SUM,
+    aten.mean.default: _MEAN,
+    aten.mean.dim: _MEAN,
+    aten.nansum.default: _NANSUM,
+    aten.prod.default: _PROD,
+    aten.prod.dim_int: _PROD,
+    aten.max.default: _MAX,
+    aten.amax.default: _MAX,
+    aten.min.default: _MIN,
+    aten.amin.default: _MIN,
+    aten.aminmax.default: _MIN_AND_MAX,
+    aten.any.default: _ANY,
+    aten.any.dim: _ANY,
+    aten.any.dims: _ANY,
+    aten.all.default: _ALL,
+    aten.all.dim: _ALL,
+    aten.all.dims: _ALL,
+    aten.count_nonzero.default: _COUNT,
+    aten.count_nonzero.dim_IntList: _COUNT,
+    aten.var.correction: _VAR,
+    aten.std.correction: _STD,
+}
+_COUNTS = (_ANY, _ALL, _COUNT)
+
+
+def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source: SlicedTensor = args[0]
+    results = _shapes_of(func, args, kwargs)
+    # An operation that leaves one value has gone over all elements.
+    if source.dtype.is_complex or any(result.numel() != 1 for result in results):
+        needs_whole(func, args, kwargs)
+    if source.numel() == 0:
+        return func(torch.empty(source.shape, dtype=source.dtype, device=source.device), *args[1:], **kwargs)
+    reduction = _BY_OPERATION[func]
+    if reduction in (_VAR, _STD) and not source.dtype.is_floating_point:
+        needs_whole(func, args, kwargs)
+    recorded = _is_recorded(source) and results[0].dtype.is_floating_point
+    if recorded and reduction is _PROD:
+        raise NeedsWholeError(
+            f"prod of {source.slicing.name!r} has a gradient that needs the whole tensor: take it inside "
+            f"`with onecopy.gathered(...)`, or of p.detach() where no gradient is wanted."
+        )
+    local = source.local
+    if (wanted := kwargs.get("dtype")) is not None:
+        local = local.to(wanted)
+    exact = torch.int64 if reduction in _COUNTS else _exact(local.dtype)
+    taken = reduction.take(local) if local.numel() else reduction.nothing(exact)
+    numbers = torch.stack([torch.as_tensor(n, dtype=exact, device=local.device) for n in taken])
+    for axis in source.slicing.spread:
+        numbers = reduction.fold(_gather(numbers, axis))
+    correction = kwargs.get("correction", 1)
+    values = reduction.finish(numbers, source.numel(), 1 if correction is None else correction)
+    finished = [v.to(r.dtype).reshape(r.shape) for v, r in zip(values, results, strict=True)]
+    if recorded:
+        finished = [Recorded(value, source.slicing) for value in finished]
+    return finished[0] if len(finished) == 1 else tuple(finished)
+
+
+def _gather(numbers: Tensor, axis: Axis) -> Tensor:
+    """Every rank's ``numbers`` (1-D), in the order of ranks; shape (ranks, numbers)."""
+    gathered = numbers.new_zeros(axis.size, numbers.numel())
+    gathered[axis.rank] = numbers
+    if collective := axis.combine(flat := gathered.reshape(-1), "norm"):
+        collective.finish()
+    return flat.reshape(gathered.shape)
+
+
+def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What the operation would return of the whole tensor, on the meta device; its errors are torch's own."""
+    whole = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+    results = func(whole, *args[1:], **kwargs)
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """`torch.equal`: alike in all elements, on all ranks."""
+    source = next(a for a in args if isinstance(a, SlicedTensor))
+    same = torch.equal(*[part(a, source.slicing, func) for a in args])
+    numbers = torch.tensor([int(same)], device=source.local.device)
+    for axis in source.slicing.spread:
+        numbers = _gather(numbers, axis).amin(0)
+    return bool(numbers.item())
+
+
+# --- norms
+
+
+def partial_norm_of(tensor: SlicedTensor, order: Any, dtype: torch.dtype | None) -> PartialNorm:
+    """The norm of all elements, of which this rank knows its own part."""
+    # Refused here, on all ranks: below, a rank without elements would not find it out and would wait for the others.
+    if not (dtype or tensor.dtype).is_floating_point or not tensor.dtype.is_floating_point:
+        raise NeedsWholeError(
+            f"{tensor.slicing.name!r} is sharded, and a norm is that of real numbers; found {tensor.dtype}."
+        )
+    if float(order) <= 0:
+        raise NeedsWholeError(
+            f"the norm of the sharded {tensor.slicing.name!r} has order > 0 or inf; found {order}. Take it inside "
+            f"`with onecopy.gathered(...)`."
+        )
+    return partial_norm(tensor.local, tensor.slicing.spread, float(order), dtype or tensor.dtype)
+
+
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return _norm_of_all(func, args, kwargs, order)
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    order = args[1] if len(args) > 1 else kwargs.get("p")
+    return _norm_of_all(func, args, kwargs, 2 if order is None else order)
+
+
+def _norm_of_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], order: Any) -> Tensor:
+    (result,) = _shapes_of(func, args, kwargs)
+    source: SlicedTensor = args[0]
+    if source.dtype.is_complex or (result.numel() != 1 and source.numel() > 0):
+        needs_whole(func, args, kwargs)
+    norm = record(partial_norm_of(source, order, result.dtype), source)
+    return norm if result.dim() == 0 else norm.reshape(result.shape)
+
+
+# --- gradients
+
+
+def record(value: Tensor, source: SlicedTensor) -> Tensor:
+    """``value``, a reduction of ``source``; made into a `Recorded` if autograd records it."""
+    if not _is_recorded(source):
+        return value
+    return Recorded(value.resolve() if isinstance(value, PartialNorm) else value, source.slicing)
+
+
+def _is_recorded(source: SlicedTensor) -> bool:
+    return source.requires_grad and torch.is_grad_enabled()
+
+
+class Recorded(torch.Tensor):
+    """The value of a reduction that autograd records. Any use of it is one of ``value``, a plain tensor.
+
+    Its own dispatch is the first moment at which autograd's node is known, and any use of the value comes through it.
+    """
+
+    value: Tensor
+    slicing: Slicing
+    _watched: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: Tensor, slicing: Slicing) -> Recorded:
+        tensor: Recorded = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
+        tensor.value = value
+        tensor.slicing = slicing
+        tensor._watched = False
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        return func(*[_value_of(a) for a in args], **{name: _value_of(value) for name, value in (kwargs or {}).items()})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{self.value!r}"
+
+    def watch(self) -> None:
+        """Have the gradient averaged when it comes."""
+        if self.grad_fn is not None and not self._watched:
+            self._watched = True
+            self.grad_fn.register_prehook(partial(_average_gradient, self.slicing, self.output_nr))
+
+
+def _value_of(argument: Any) -> Any:
+    if isinstance(argument, Recorded):
+        argument.watch()
+        return argument.value
+    if isinstance(argument, list | tuple):
+        return [_value_of(item) for item in argument]
+    return argument
+
+
+def _average_gradient(slicing: Slicing, position: int, gradients: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    gradient = gradients[position]
+    if gradient is None:
+        return gradients
+    mean = gradient.double().reshape(1)
+    for axis in _AVERAGED_OVER.get(slicing.axis, (slicing.axis,)):
+        if collective := axis.combine(mean, "norm"):
+            collective.finish()
+            mean = mean / axis.size
+    averaged = ReductionGradient(mean.to(gradient.dtype).reshape(gradient.shape), slicing)
+    return (*gradients[:position], averaged, *gradients[position + 1 :])
+
+
+_KEEPS_ONE_VALUE = (
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten.squeeze.dim,
+    aten.alias.default,
+    aten.detach.default,
+)
+
+
+class ReductionGradient(torch.Tensor):
+    """The gradient of a reduction's value: one number, which expands to the slice of a gradient."""
+
+    value: Tensor
+    slicing: Slicing
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: Tensor, slicing: Slicing) -> ReductionGradient:
+        tensor: ReductionGradient = torch.Tensor._make_wrapper_subclass(
+            cls, value.shape, dtype=value.dtype, device=value.device
+        )
+        tensor.value = value
+        tensor.slicing = slicing
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
+    ) -> Any:
+        first = args[0]
+        if func in _KEEPS_ONE_VALUE:
+            return ReductionGradient(func(first.value, *args[1:]), first.slicing)
+        if func is aten.expand.default and torch.Size(args[1]) == first.slicing.shape:
+            # Memory of its own, for it may become the gradient of a parameter.
+            return SlicedTensor(first.value.reshape(1).repeat(first.slicing.numel), first.slicing)
+        return func(*[a.value if isinstance(a, ReductionGradient) else a for a in args], **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ReductionGradient({self.value!r} of {self.slicing.name!r})"
+
+
+REDUCTIONS: dict[Any, Rule] = dict.fromkeys(_BY_OPERATION, _reduce) | {
+    aten.equal.default: _equal,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+}
+"""What `operations.py` takes into its table."""
