@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onecopy.errors import UsageError
+from onecopy.sharding.boundary import in_backward
 from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 aten = torch.ops.aten
@@ -47,6 +48,12 @@ class PendingGradient(SlicedTensor):
             return None
         if func is aten.detach.default:
             return args[0]
+        if func in (aten.add.Tensor, aten.add_.Tensor) and in_backward():
+            raise UsageError(
+                f"{args[0].slicing.name!r} has a part in the loss outside of the model's forward (a penalty, say), and "
+                f"its gradient came while those of earlier micro-batches wait to be reduced: add it to the loss of the "
+                f"step's first micro-batch alone, as often as there are micro-batches."
+            )
         found = next(t for t in _flat(args) if isinstance(t, PendingGradient))
         raise UsageError(
             f"the gradient of {found.slicing.name!r} has not been reduced yet: micro-batches were run under no_sync() "
