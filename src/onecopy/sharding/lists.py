@@ -52,22 +52,25 @@ class OnLists:
         ):
             needs_whole(func, args, kwargs)
 
-        def locals_of(argument: Any) -> Any:
-            if argument is counters or not _is_list(argument):
-                if isinstance(argument, SlicedTensor):
-                    needs_whole(func, args, kwargs)
-                return argument
-            return [
-                item.local if isinstance(item, SlicedTensor) and item.slicing is like else _part(item, like, func)
-                for item, like in zip(argument, rows, strict=True)
-            ]
-
-        results = func(*[locals_of(a) for a in args], **{name: locals_of(value) for name, value in kwargs.items()})
+        results = func(
+            *[self._locals(a, rows, func) if a is not counters else a for a in args],
+            **{name: self._locals(value, rows, func) for name, value in kwargs.items()},
+        )
         for target in targets:
             _tell_written(target)
         if targets:
             return None
         return [local if like is None else SlicedTensor(local, like) for local, like in zip(results, rows, strict=True)]
+
+    def _locals(self, argument: Any, rows: Sequence[Slicing | None], func: Any) -> Any:
+        if _is_list(argument):
+            return [
+                item.local if isinstance(item, SlicedTensor) and item.slicing is like else _part(item, like, func)
+                for item, like in zip(argument, rows, strict=True)
+            ]
+        if isinstance(argument, SlicedTensor):
+            needs_whole(func, (argument,), {})
+        return argument
 
 
 def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

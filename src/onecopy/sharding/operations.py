@@ -11,6 +11,7 @@ The rule for an operation is found once and kept in a table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from onecopy.errors import UsageError
 from onecopy.sharding.elements import first_sliced, needs_whole, part, refuse_write, writes_out, written, written_values
 from onecopy.sharding.lists import OnLists, foreach_norm, is_of_lists, unscale
 from onecopy.sharding.reductions import REDUCTIONS
-from onecopy.sharding.sliced import RULES, Rule, SlicedTensor
+from onecopy.sharding.sliced import RULES, Rule, SlicedTensor, Slicing
 
 aten = torch.ops.aten
 
@@ -63,29 +64,39 @@ class _Elementwise:
         self._number = numbers[0] if numbers else None
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        like = first_sliced(args, kwargs)
+        like: Any = args[0] if args and isinstance(args[0], SlicedTensor) else first_sliced(args, kwargs)
         slicing = like.slicing
-        targets = written_values(func, self._writes, args, kwargs) if self._writes else []
+        targets = self._targets(func, slicing, args, kwargs) if self._writes else ()
+        # Most calls of an optimizer's loop end with the first condition.
+        parts = [
+            a.local if isinstance(a, SlicedTensor) and a.slicing is slicing else part(a, slicing, func) for a in args
+        ]
+        if self._number is not None and self._number < len(args):
+            if isinstance(args[self._number], SlicedTensor):
+                needs_whole(func, args, kwargs)
+            parts[self._number] = args[self._number]
+        results = func(*parts, **{name: part(v, slicing, func) for name, v in kwargs.items()})
+        if not targets:
+            if isinstance(results, Tensor):
+                return SlicedTensor(results, slicing)
+            return tuple(SlicedTensor(result, slicing) for result in results)
+        for target in targets:
+            if target._on_write is not None:
+                target._on_write()
+        return targets[0] if len(targets) == 1 else tuple(targets)
+
+    def _targets(self, func: Any, slicing: Slicing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """What the operation writes to, all of it slices."""
+        if self._writes == (0,) and isinstance(args[0], SlicedTensor):
+            return args[:1]
+        targets = written_values(func, self._writes, args, kwargs)
         for target in targets:
             if not isinstance(target, SlicedTensor):
                 refuse_write(func, slicing, target)
         if self._into_out and not any(isinstance(a, Tensor) and a.shape == slicing.shape for a in args):
             # torch would make `out=` as small as what is written to it.
             needs_whole(func, args, kwargs)
-        parts = [part(a, slicing, func) for a in args]
-        if self._number is not None and self._number < len(args):
-            if isinstance(args[self._number], SlicedTensor):
-                needs_whole(func, args, kwargs)
-            parts[self._number] = args[self._number]
-        results = func(*parts, **{name: part(v, slicing, func) for name, v in kwargs.items()})
-        for target in targets:
-            if target._on_write is not None:
-                target._on_write()
-        if targets:
-            return targets[0] if len(targets) == 1 else tuple(targets)
-        if isinstance(results, Tensor):
-            return SlicedTensor(results, slicing)
-        return tuple(SlicedTensor(result, slicing) for result in results)
+        return targets
 
 
 # --- operations with rules of their own

@@ -21,7 +21,7 @@ from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.reductions import average_losses_over
-from onecopy.sharding.sliced import SlicedTensor, Slicing
+from onecopy.sharding.sliced import SlicedTensor, Slicing, hide_from_compiler
 
 _REPLACED = "_onecopy_replaced"
 _hooked = False
@@ -80,7 +80,8 @@ def _sliced_state(value: Any, slicing: Slicing) -> Any:
     return SlicedTensor(slicing.cut(value).clone(), slicing)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Returns other arguments where a closure computes the gradients, for they cannot be checked before it has run."""
     engines = _engines_of(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -89,13 +90,47 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"the optimizer holds {getattr(parameter, _REPLACED)!r} as it was before onecopy.shard: make the "
                     f"optimizer after sharding, or pass it as onecopy.shard(..., optimizer=optimizer)."
                 )
-            if isinstance(parameter, SlicedTensor):
-                _check_gradient(parameter)
-        if engines and group.get("foreach", False) is None and not group.get("fused"):
+        if engines and group.get("foreach", False) is None and _may_be_foreach(group):
             # torch chooses foreach for itself only for plain tensors; one dispatch for each parameter is slow.
             group["foreach"] = True
-    if engines:
-        _slice_states(optimizer)
+    if not engines:
+        return None
+    hide_from_compiler()
+    _slice_states(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _gradients_are_there(optimizer, engines)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _gradients_are_there(optimizer, engines)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def _may_be_foreach(group: dict[str, Any]) -> bool:
+    """Whether the optimizer has a choice. Hyperparameters that are tensors are for its loop over parameters."""
+    return not (
+        group.get("fused")
+        or group.get("differentiable")
+        or any(
+            isinstance(value, Tensor)
+            for name, option in group.items()
+            if name != "params"
+            for value in (option if isinstance(option, tuple) else (option,))
+        )
+    )
+
+
+def _gradients_are_there(optimizer: Optimizer, engines: list[Engine]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, SlicedTensor):
+                _check_gradient(parameter)
     for engine in engines:
         engine.before_step()
 
@@ -124,7 +159,7 @@ def _check_gradient(parameter: SlicedTensor) -> None:
 def _slice_states(optimizer: Optimizer) -> None:
     """Cut states that were loaded whole, from a run without onecopy, at their first step."""
     for parameter, states in optimizer.state.items():
-        if not isinstance(parameter, SlicedTensor):
+        if not isinstance(parameter, SlicedTensor) or not isinstance(states, dict):
             continue
         whole = [
             name
@@ -142,7 +177,8 @@ def _state_bytes(optimizer: Optimizer) -> int:
     """Bytes of the optimizer's states on this rank."""
     total = 0
     for states in optimizer.state.values():
-        for value in states.values():
+        # Some optimizers keep what belongs to no parameter beside the parameters' states.
+        for value in states.values() if isinstance(states, dict) else (states,):
             if isinstance(value, SlicedTensor):
                 total += value.local.nbytes
             elif isinstance(value, Tensor):

@@ -195,6 +195,22 @@ class SlicedTensor(torch.Tensor):
         return checkpointable.find_box(self, index.offset)
 
 
+_hidden: set[Any] = set()
+
+
+def hide_from_compiler() -> None:
+    """Have torch.compile call operations on slices as they are, where it would try to follow each into its rule.
+
+    To be called once torch's compiler is loaded, as optimizers load it; loading it takes seconds.
+    """
+    kinds: list[Any] = [SlicedTensor, *SlicedTensor.__subclasses__()]
+    for kind in kinds:
+        dispatch = vars(kind).get("__torch_dispatch__")
+        if dispatch is not None and kind not in _hidden:
+            _hidden.add(kind)
+            kind.__torch_dispatch__ = classmethod(torch.compiler.disable(dispatch.__func__))
+
+
 def flatten(whole: Tensor, strides: tuple[int, ...]) -> Tensor:
     """The elements of ``whole`` in the memory order of a dense tensor with ``strides``, 1-D; a view where it can be."""
     return whole.permute(memory_order(strides)).reshape(-1)
