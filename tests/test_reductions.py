@@ -45,7 +45,9 @@ def _reduced(rank: int, stage: int, num_ranks: int) -> None:
             found, expected = reduce(parameter.detach()), reduce(whole.detach())
             torch.testing.assert_close(found, expected, msg=lambda text, n=name: f"{n}: {text}", rtol=1e-5, atol=1e-6)
             assert _calls(model) - calls <= 1, name
-    assert torch.equal(model.head.weight, model.head.weight)
+        assert torch.equal(parameter, whole)
+        assert torch.allclose(parameter, whole + 1e-9)
+        assert not torch.equal(parameter, whole + 1)
 
 
 def _calls(model: nn.Module) -> int:

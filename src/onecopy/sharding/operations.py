@@ -21,7 +21,7 @@ from onecopy.errors import UsageError
 from onecopy.sharding.elements import first_sliced, needs_whole, part, refuse_write, writes_out, written, written_values
 from onecopy.sharding.lists import OnLists, foreach_norm, is_of_lists, unscale
 from onecopy.sharding.reductions import REDUCTIONS
-from onecopy.sharding.sliced import RULES, Rule, SlicedTensor, Slicing
+from onecopy.sharding.sliced import RULES, Rule, SlicedTensor, Slicing, same_device
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTe
 
 def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTensor:
     source: SlicedTensor = args[0]
-    _refuse_conversion(source, None, kwargs.get("device"))
+    _refuse_other_device(source, kwargs.get("device"))
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return SlicedTensor(func(source.local, *args[1:], **kwargs), source.slicing)
 
@@ -127,29 +127,22 @@ def _new_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTensor:
     source: SlicedTensor = args[0]
-    _refuse_conversion(source, kwargs.get("dtype"), kwargs.get("device"))
+    _refuse_other_device(source, kwargs.get("device"))
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return SlicedTensor(func(source.local, **kwargs), source.slicing)
 
 
-def _refuse_conversion(source: SlicedTensor, dtype: torch.dtype | None, device: torch.device | None) -> None:
-    """`.half()`, `.to(...)` and `.to_empty(...)` of a module would leave the engine with the old slices."""
-    if not isinstance(source, torch.nn.Parameter):
-        return
-    changed: object = dtype if dtype not in (None, source.dtype) else None
-    if changed is None and device is not None and not _same_device(device, source.device):
-        changed = device
-    if changed is not None:
+def _refuse_other_device(source: SlicedTensor, device: torch.device | None) -> None:
+    """`.to(device)` and `.to_empty(...)` of a module would leave the engine with the old slices.
+
+    `.half()` and the like assign to `.data`, which refuses another dtype.
+    """
+    if device is not None and isinstance(source, torch.nn.Parameter) and not same_device(device, source.device):
         raise UsageError(
-            f"{source.slicing.name!r} is sharded as {source.dtype} on {source.device} and cannot become {changed}: "
-            f"convert the model before onecopy.shard, choose the compute dtype there with precision=, or "
-            f"materialise a meta model with onecopy.materialize. A converted copy of one slice: p.detach().to(...)."
+            f"{source.slicing.name!r} is sharded on {source.device} and cannot go to {device}: move the model before "
+            f"onecopy.shard, or materialise a meta model with onecopy.materialize. A copy of one slice elsewhere: "
+            f"p.detach().to(...)."
         )
-
-
-def _same_device(device: torch.device, own: torch.device) -> bool:
-    """`cpu:0` is `cpu`; a device without a number is the one at hand."""
-    return device.type == own.type and (device.index is None or device.index == (own.index or 0))
 
 
 RULES.find = _find_rule

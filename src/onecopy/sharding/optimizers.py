@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -21,7 +22,7 @@ from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.reductions import average_losses_over
-from onecopy.sharding.sliced import SlicedTensor, Slicing, hide_from_compiler
+from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 _REPLACED = "_onecopy_replaced"
 _hooked = False
@@ -95,7 +96,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
             group["foreach"] = True
     if not engines:
         return None
-    hide_from_compiler()
+    if torch.compiler.is_compiling():
+        # Raised as it stands, the error would only make the compiler give this frame up and compile the next.
+        torch.compiler.disable(_refuse_compiled_step)()
     _slice_states(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
@@ -110,6 +113,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if len(args) > 1:
         return (args[0], checked, *args[2:]), kwargs
     return args, {**kwargs, "closure": checked}
+
+
+def _refuse_compiled_step() -> NoReturn:
+    raise UsageError(
+        "torch.compile cannot follow a step over a sharded model's slices: call optimizer.step() as it is, with "
+        "fused=True where it is to be fast."
+    )
 
 
 def _may_be_foreach(group: dict[str, Any]) -> bool:

@@ -206,10 +206,10 @@ def _shapes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return list(results) if isinstance(results, tuple) else [results]
 
 
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """`torch.equal`: alike in all elements, on all ranks."""
+def _agree(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """`torch.equal` and `torch.allclose`: alike in all elements, on all ranks."""
     source = next(a for a in args if isinstance(a, SlicedTensor))
-    same = torch.equal(*[part(a, source.slicing, func) for a in args])
+    same = func(*[part(a, source.slicing, func) for a in args], **kwargs)
     numbers = torch.tensor([int(same)], device=source.local.device)
     for axis in source.slicing.spread:
         numbers = _gather(numbers, axis).amin(0)
@@ -368,7 +368,8 @@ class ReductionGradient(torch.Tensor):
 
 
 REDUCTIONS: dict[Any, Rule] = dict.fromkeys(_BY_OPERATION, _reduce) | {
-    aten.equal.default: _equal,
+    aten.equal.default: _agree,
+    aten.allclose.default: _agree,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dim: _norm,

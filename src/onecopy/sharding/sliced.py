@@ -149,10 +149,10 @@ class SlicedTensor(torch.Tensor):
         if isinstance(value, SlicedTensor) and value.local is self.local:
             return
         found, own = ((tuple(t.shape), t.dtype, t.device) for t in (value, self))
-        if found != own:
+        if found[:2] != own[:2] or not same_device(value.device, self.device):
             raise UsageError(
-                f"{self.slicing.name!r} is sharded as {own} (shape, dtype, device) and its .data cannot become "
-                f"{found}: change the model before onecopy.shard."
+                f"{self.slicing.name!r} is sharded as {own} (shape, dtype, device) and cannot become {found}: change "
+                f"the model before onecopy.shard, or choose the compute dtype there with precision=."
             )
         self.detach().copy_(value)
 
@@ -195,20 +195,9 @@ class SlicedTensor(torch.Tensor):
         return checkpointable.find_box(self, index.offset)
 
 
-_hidden: set[Any] = set()
-
-
-def hide_from_compiler() -> None:
-    """Have torch.compile call operations on slices as they are, where it would try to follow each into its rule.
-
-    To be called once torch's compiler is loaded, as optimizers load it; loading it takes seconds.
-    """
-    kinds: list[Any] = [SlicedTensor, *SlicedTensor.__subclasses__()]
-    for kind in kinds:
-        dispatch = vars(kind).get("__torch_dispatch__")
-        if dispatch is not None and kind not in _hidden:
-            _hidden.add(kind)
-            kind.__torch_dispatch__ = classmethod(torch.compiler.disable(dispatch.__func__))
+def same_device(device: torch.device, own: torch.device) -> bool:
+    """`cpu:0` is `cpu`; a device without a number is the one at hand."""
+    return device.type == own.type and (device.index is None or device.index == (own.index or 0))
 
 
 def flatten(whole: Tensor, strides: tuple[int, ...]) -> Tensor:
