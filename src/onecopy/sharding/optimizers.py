@@ -21,7 +21,7 @@ from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
 from onecopy.sharding.pending import PendingGradient
-from onecopy.sharding.reductions import average_losses_over
+from onecopy.sharding.reductions import remember_mesh
 from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 _REPLACED = "_onecopy_replaced"
@@ -31,7 +31,7 @@ _hooked = False
 def watch(engine: Engine) -> None:
     """Have optimizers checked that hold parameters of this engine; its losses are averaged over its mesh."""
     global _hooked
-    average_losses_over(engine.mesh)
+    remember_mesh(engine.mesh)
     reference = weakref.ref(engine)
     for unit in engine.units:
         for bucket in unit.buckets:

@@ -30,13 +30,17 @@ from onecopy.sharding.sliced import Rule, SlicedTensor, Slicing
 
 aten = torch.ops.aten
 
-# The axes over which losses are averaged, by the axis that slices lie along.
-_AVERAGED_OVER: WeakKeyDictionary[Axis, tuple[Axis, ...]] = WeakKeyDictionary()
+_MESHES: WeakKeyDictionary[Axis, Mesh] = WeakKeyDictionary()
 
 
-def average_losses_over(mesh: Mesh) -> None:
-    """Say that losses of a model on ``mesh`` are averaged over its data-parallel axes."""
-    _AVERAGED_OVER[mesh.shard] = mesh.axes
+def remember_mesh(mesh: Mesh) -> None:
+    """Know ``mesh`` again by its shard axis, which is all that a slice knows of it."""
+    _MESHES[mesh.shard] = mesh
+
+
+def mesh_of(slicing: Slicing) -> Mesh:
+    """The mesh over which a slice's model is sharded."""
+    return _MESHES[slicing.axis]
 
 
 @dataclass(frozen=True)
@@ -317,7 +321,7 @@ def _average_gradient(slicing: Slicing, position: int, gradients: tuple[Tensor |
     if gradient is None:
         return gradients
     mean = gradient.double().reshape(1)
-    for axis in _AVERAGED_OVER.get(slicing.axis, (slicing.axis,)):
+    for axis in mesh_of(slicing).axes:
         if collective := axis.combine(mean, "norm"):
             collective.finish()
             mean = mean / axis.size
