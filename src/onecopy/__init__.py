@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from onecopy.comm.ledger import Entry, Ledger, Traffic
     from onecopy.integrations.deepspeed import from_deepspeed
     from onecopy.sharding.api import arena, ledger, meter, padded_numel, shard
+    from onecopy.sharding.averages import Ema, ema
     from onecopy.sharding.precision import Precision
     from onecopy.sharding.profile import Profile, profile
     from onecopy.sharding.sliced import SlicedTensor
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activations",
+    "Ema",
     "Entry",
     "Ledger",
     "Loaded",
@@ -39,6 +41,7 @@ __all__ = [
     "Traffic",
     "activations",
     "arena",
+    "ema",
     "from_deepspeed",
     "gathered",
     "ledger",
@@ -64,6 +67,7 @@ _HOMES = {
     "onecopy.sharding.precision": ("Precision",),
     "onecopy.sharding.profile": ("Profile", "profile"),
     "onecopy.sharding.sliced": ("SlicedTensor",),
+    "onecopy.sharding.averages": ("Ema", "ema"),
     "onecopy.sharding.whole": ("gathered", "materialize"),
 }
 

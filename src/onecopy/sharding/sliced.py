@@ -167,7 +167,8 @@ class SlicedTensor(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             raise UsageError(
                 f"a sharded model cannot be deep-copied (found parameter {self.slicing.name!r}): copy it before "
-                f"onecopy.shard, or copy whole tensors inside `with onecopy.gathered(model):`."
+                f"onecopy.shard, or copy whole tensors inside `with onecopy.gathered(model):`. A moving average of it "
+                f"(AveragedModel, ModelEma) is onecopy.ema(model, decay)."
             )
         copy = SlicedTensor(self.local.clone(), self.slicing)
         memo[id(self)] = copy
