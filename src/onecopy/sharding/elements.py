@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from onecopy.errors import NeedsWholeError
+from onecopy.sharding.files import describe_difference, is_saved
 from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 
@@ -22,6 +23,8 @@ def part(argument: Any, like: Slicing, func: Any) -> Any:
     """
     if isinstance(argument, SlicedTensor):
         if not like.matches(argument.slicing):
+            if is_saved(like) or is_saved(argument.slicing):
+                raise NeedsWholeError(describe_difference(*sorted((like, argument.slicing), key=is_saved)))
             raise NeedsWholeError(
                 f"{operation_name(func)} of {like.name!r} {tuple(like.shape)} and {argument.slicing.name!r} "
                 f"{tuple(argument.shape)} would mix different elements, for they are cut differently; use it inside "

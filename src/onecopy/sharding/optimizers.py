@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from torch.optim.optimizer import (
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
+from onecopy.sharding.files import describe_difference, is_saved, refuse_pickle
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.reductions import remember_mesh
 from onecopy.sharding.sliced import SlicedTensor, Slicing
@@ -37,10 +39,25 @@ def watch(engine: Engine) -> None:
         for bucket in unit.buckets:
             for entry in bucket.entries:
                 entry.sliced._engine = reference
+    for module in {engine.model, *(unit.scope for unit in engine.units)}:
+        # Asked for by copy and pickle, and by torch.jit.script, before they meet hooks that say nothing to readers.
+        module.__dict__["__reduce_ex__"] = partial(_refuse_pickle, type(module).__name__)
+        module.__dict__["__prepare_scriptable__"] = _refuse_script
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _hooked = True
+
+
+def _refuse_pickle(name: str, protocol: object) -> NoReturn:
+    refuse_pickle(name)
+
+
+def _refuse_script() -> NoReturn:
+    raise UsageError(
+        "a sharded model cannot be scripted: torch.jit.script the plain model, with the whole state_dict() that a "
+        "sharded one has inside `with onecopy.gathered(model):`."
+    )
 
 
 def mark_replaced(parameter: Tensor, name: str) -> None:
@@ -167,20 +184,33 @@ def _check_gradient(parameter: SlicedTensor) -> None:
 
 
 def _slice_states(optimizer: Optimizer) -> None:
-    """Cut states that were loaded whole, from a run without onecopy, at their first step."""
+    """Cut states that were loaded whole, and take over those that were loaded in slices, at their first step."""
     for parameter, states in optimizer.state.items():
         if not isinstance(parameter, SlicedTensor) or not isinstance(states, dict):
             continue
-        whole = [
-            name
-            for name, value in states.items()
-            if (type(value) is Tensor or is_dtensor(value)) and value.dim() and value.shape == parameter.shape
-        ]
-        for name in whole:
-            states[name] = _sliced_state(states[name], parameter.slicing)
-        if states and not whole:
-            # States are loaded all at once: where one is sliced, all are.
+        loaded = [name for name, value in states.items() if _is_loaded(value, parameter)]
+        for name in loaded:
+            states[name] = _adopted(states[name], parameter.slicing)
+        if states and not loaded:
+            # States are loaded all at once: where one belongs to the model, all do.
             return
+
+
+def _is_loaded(value: Any, parameter: SlicedTensor) -> bool:
+    """Whether a state of ``parameter`` came out of a checkpoint or a file as it was there."""
+    if isinstance(value, SlicedTensor):
+        return is_saved(value.slicing)
+    return (type(value) is Tensor or is_dtensor(value)) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _adopted(value: Any, slicing: Slicing) -> Any:
+    if not isinstance(value, SlicedTensor):
+        return _sliced_state(value, slicing)
+    if not slicing.matches(value.slicing):
+        raise UsageError(
+            f"a state of the optimizer does not belong here: {describe_difference(slicing, value.slicing)}"
+        )
+    return SlicedTensor(value.local, slicing)
 
 
 def _state_bytes(optimizer: Optimizer) -> int:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.mesh import Axis
-from onecopy.errors import UsageError
+from onecopy.errors import NeedsWholeError, UsageError
 from onecopy.memory.strides import memory_order
-from onecopy.sharding import checkpointable
+from onecopy.sharding import checkpointable, files
 from onecopy.sharding.tensor_parallel import TensorSpec
 
 
@@ -72,6 +72,7 @@ class Slicing:
             and self.start == other.start
             and self.numel == other.numel
             and self.spec == other.spec
+            and (self.axis is other.axis or (self.axis.rank, self.axis.size) == (other.axis.rank, other.axis.size))
         )
 
 
@@ -165,21 +166,35 @@ class SlicedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
         if isinstance(self, torch.nn.Parameter):
-            raise UsageError(
-                f"a sharded model cannot be deep-copied (found parameter {self.slicing.name!r}): copy it before "
-                f"onecopy.shard, or copy whole tensors inside `with onecopy.gathered(model):`. A moving average of it "
-                f"(AveragedModel, ModelEma) is onecopy.ema(model, decay)."
-            )
+            files.refuse_pickle(self.slicing.name)
         copy = SlicedTensor(self.local.clone(), self.slicing)
         memo[id(self)] = copy
         return copy
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            f"{self.slicing.name!r} is sharded: pickling it (torch.save) would keep this rank's slice alone. Use "
-            f"onecopy.save(directory, model, optimizer), or save model.state_dict() inside "
-            f"`with onecopy.gathered(model):`."
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Needs the whole tensor, as does everything that asks for its memory.
+
+        Raises:
+            NeedsWholeError: always.
+        """
+        raise NeedsWholeError(
+            f"numpy and lists need the whole of {self.slicing.name!r} {tuple(self.shape)}, of which this rank holds "
+            f"{self.slicing.numel} elements: use it inside `with onecopy.gathered(...)`."
         )
+
+    def tolist(self) -> NoReturn:
+        """As `numpy`.
+
+        Raises:
+            NeedsWholeError: always.
+        """
+        self.numpy()
+
+    def __copy__(self) -> SlicedTensor:
+        return SlicedTensor(self.local, self.slicing, on_write=self._on_write)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return files.reduce_slice(self)
 
     # --- torch.distributed.checkpoint's protocol; see `checkpointable.py`
 

@@ -57,6 +57,7 @@ def gathered(
         _Opened(bucket, wanted) for engine in engines for bucket in _buckets_with(engine, wanted)
     ]
     opened += [_OpenedSlice(tensor) for tensor in given if tensor._engine is None]
+    known = {id(parameter) for engine in engines for parameter in engine.model.parameters()}
     try:
         if isinstance(target, nn.Module):
             yield target
@@ -69,8 +70,15 @@ def gathered(
             item.close()
         raise
     else:
+        strangers = _find_strangers(engines, known)
         for item in opened:
             item.close()
+        if strangers:
+            raise UsageError(
+                f"parameters came into the model inside onecopy.gathered, {strangers[0]!r} among them, which would "
+                f"be neither trained nor saved: resize embeddings (model.resize_token_embeddings), add and replace modules "
+                f"before onecopy.shard."
+            )
         for item in opened:
             item.store(write, source)
     finally:
@@ -160,6 +168,13 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], object] | None) -
             f"{type(module).__name__} has parameters or buffers and no reset_parameters(): pass "
             f"onecopy.materialize(model, init=callback)."
         )
+
+
+def _find_strangers(engines: Iterable[Engine], known: set[int]) -> list[str]:
+    """Names of parameters that modules hold and did not hold when a gathered block began."""
+    return [
+        name for engine in engines for name, parameter in engine.model.named_parameters() if id(parameter) not in known
+    ]
 
 
 class _Opened:
