@@ -251,3 +251,14 @@ def _strided(rank: int) -> tuple[list[float], bool]:
 def test_strided_shard_cuts_each_third() -> None:
     """recipes/tensor_parallel.py; read in torch 2.13."""
     assert run_ranks(2, _strided) == [([0, 1, 4, 5, 8, 9], True), ([2, 3, 6, 7, 10, 11], True)]
+
+
+def test_state_dict_functions_have_their_settings_in_info() -> None:
+    """sharding/state_dicts.py; read in torch 2.13."""
+    import inspect
+
+    from torch.distributed.checkpoint import state_dict
+
+    for name in ("_get_model_state_dict", "_get_optim_state_dict"):
+        assert "info" in inspect.signature(getattr(state_dict, name)).parameters, f"moved in torch {torch.__version__}"
+    assert {"full_state_dict", "cpu_offload"} <= set(state_dict._StateDictInfo.__dataclass_fields__)

@@ -31,6 +31,7 @@ from onecopy.sharding.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.optimizers import check_holds, mark_replaced, remap, watch
 from onecopy.sharding.precision import Dtypes, Precision
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.state_dicts import follow_state_dicts
 from onecopy.sharding.tensor_parallel import describe, tensor_mesh
 from onecopy.sharding.unit import Unit
 from onecopy.stage import Stage
@@ -164,6 +165,7 @@ def shard(
         remap(optimizer, _replacements(scopes, made))
     _retire(scopes)
     watch(engine)
+    follow_state_dicts(model)
     for name, value in {
         ENGINE: engine,
         _ARENA: regions,

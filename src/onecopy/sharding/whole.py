@@ -76,8 +76,8 @@ def gathered(
         if strangers:
             raise UsageError(
                 f"parameters came into the model inside onecopy.gathered, {strangers[0]!r} among them, which would "
-                f"be neither trained nor saved: resize embeddings (model.resize_token_embeddings), add and replace modules "
-                f"before onecopy.shard."
+                f"be neither trained nor saved: resize embeddings (model.resize_token_embeddings), add and "
+                f"replace modules before onecopy.shard."
             )
         for item in opened:
             item.store(write, source)
