@@ -5,8 +5,8 @@
 by the frame that asks. Loading needs less: whole tensors are cut where they are copied, and the assignment to which
 torch resorts for a meta model becomes memory and a copy.
 
-Private torch names, read in torch 2.13: the functions `_get_model_state_dict` and `_get_optim_state_dict` of that module
-and their argument `info`. tests/test_private_apis.py fails clearly when they move.
+Private torch names, read in torch 2.13: the functions `_get_model_state_dict` and `_get_optim_state_dict` of that
+module and their argument `info`. tests/test_private_apis.py fails clearly when they move.
 """
 
 from __future__ import annotations
