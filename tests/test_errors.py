@@ -305,7 +305,10 @@ def test_parameters_that_are_replaced_inside_gathered_are_not_dropped_in_silence
         def new_parameter(model: Any) -> None:
             model.head.weight = nn.Parameter(torch.cat([model.head.weight, torch.zeros(2, 10)]))
 
-        for replace in (new_module, new_parameter):
+        def new_data(model: Any) -> None:
+            model.head.weight.data = torch.zeros(5, 10)
+
+        for replace in (new_module, new_parameter, new_data):
             model = onecopy.shard(_stack(), 3)
             with (
                 pytest.raises(UsageError, match=r"'head\.weight'.*resize_token_embeddings.*before onecopy\.shard"),

@@ -188,6 +188,23 @@ def test_what_gathered_refuses(stage: int) -> None:
     run_ranks(2, run)
 
 
+@every_stage
+def test_what_is_assigned_to_data_inside_the_block_is_kept_or_refused(stage: int, num_ranks: int) -> None:
+    """As `weight.data = …` does. By hand."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with onecopy.gathered(model, write=True):
+            model.head.weight.data = torch.full((3, 10), 2.0)
+        assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 2.0))
+        with pytest.raises(UsageError, match="write=True"), onecopy.gathered(model):
+            model.head.weight.data = torch.zeros(3, 10)
+        assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 2.0))
+        _train(model, rank, num_ranks)
+
+    run_ranks(num_ranks, run)
+
+
 # --- other slices than parameters
 
 

@@ -71,12 +71,13 @@ def gathered(
         raise
     else:
         strangers = _find_strangers(engines, known)
+        strangers += [name for item in opened if isinstance(item, _Opened) for name in item.resized()]
         for item in opened:
             item.close()
         if strangers:
             raise UsageError(
-                f"parameters came into the model inside onecopy.gathered, {strangers[0]!r} among them, which would "
-                f"be neither trained nor saved: resize embeddings (model.resize_token_embeddings), add and "
+                f"parameters were added, replaced or resized inside onecopy.gathered, {strangers[0]!r} among them, "
+                f"which would be neither trained nor saved: resize embeddings (model.resize_token_embeddings), add and "
                 f"replace modules before onecopy.shard."
             )
         for item in opened:
@@ -184,6 +185,7 @@ class _Opened:
         self._bucket = bucket
         self._buffer: FlatBuffer = bucket.gather_masters() if gather else bucket.buffer(bucket.dtypes.master)
         self.shown: list[tuple[SlicedTensor, nn.Parameter]] = []
+        self._views: list[Tensor] = []
         for position, (entry, view) in enumerate(zip(bucket.entries, self._buffer.views, strict=True)):
             if wanted is not None and not any(entry.sliced is parameter for parameter in wanted):
                 continue
@@ -191,6 +193,7 @@ class _Opened:
             if bucket.trainable:
                 whole.register_post_accumulate_grad_hook(_refuse_gradient)
             self.shown.append((entry.sliced, whole))
+            self._views.append(view)
             for module, attribute in entry.places:
                 module._parameters[attribute] = whole
         self._written = self._writes()
@@ -202,12 +205,31 @@ class _Opened:
     def close(self) -> None:
         self._bucket.show_sliced()
 
+    def resized(self) -> list[str]:
+        """Names of parameters whose `.data` became one of another shape or dtype."""
+        return [
+            sliced.slicing.name
+            for (sliced, whole), view in zip(self.shown, self._views, strict=True)
+            if (local_of(whole).shape, whole.dtype) != (view.shape, view.dtype)
+        ]
+
+    def _take_assigned(self) -> bool:
+        """Copy in what was assigned to `.data` of parameters, which looks at other memory. Returns whether any was."""
+        found = False
+        with torch.no_grad():
+            for (_, whole), view in zip(self.shown, self._views, strict=True):
+                if (local := local_of(whole)).data_ptr() != view.data_ptr():
+                    view.copy_(local)
+                    found = True
+        return found
+
     def store(self, write: bool, source: int | None = None) -> None:
+        assigned = self._take_assigned()
         if write:
             if source is not None:
                 spread_from(source, self._buffer.flat, self._bucket.mesh)
             self._bucket.load_flat(self._buffer.flat)
-        elif self._writes() != self._written or not self._bucket.equals_slice(self._buffer.flat):
+        elif assigned or self._writes() != self._written or not self._bucket.equals_slice(self._buffer.flat):
             raise UsageError(
                 f"parameters of unit {self._bucket.unit!r} were changed inside onecopy.gathered, which would be lost: "
                 f"pass write=True to keep the first rank's changes, or edit copies."
