@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 
 def test_disabled_torch_function_impl_for_sliced_tensors() -> None:
-    """sharding/sliced.py, sharding/norms.py and sharding/reductions.py; read in torch 2.13."""
+    """sharding/sliced.py, sharding/norms.py and sharding/recorded.py; read in torch 2.13."""
     assert hasattr(torch._C, "_disabled_torch_function_impl"), f"moved in torch {torch.__version__}"
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from onecopy.sharding.elements import needs_whole, part, refuse_write, writes_out, written, written_values
 from onecopy.sharding.norms import PartialNorm
-from onecopy.sharding.reductions import partial_norm_of, record
+from onecopy.sharding.recorded import record
+from onecopy.sharding.reductions import partial_norm_of
 from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 

@@ -23,7 +23,7 @@ from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
 from onecopy.sharding.files import describe_difference, is_saved, refuse_pickle
 from onecopy.sharding.pending import PendingGradient
-from onecopy.sharding.reductions import remember_mesh
+from onecopy.sharding.recorded import remember_mesh
 from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 _REPLACED = "_onecopy_replaced"

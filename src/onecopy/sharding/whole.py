@@ -16,7 +16,7 @@ from onecopy.sharding.buffers import broadcast_buffers
 from onecopy.sharding.engine import Engine, find_engine
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.optimizers import mark_replaced, watch
-from onecopy.sharding.reductions import mesh_of
+from onecopy.sharding.recorded import mesh_of
 from onecopy.sharding.single import gather_slices, spread_from
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.unit import Unit
