@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,7 +158,7 @@ def test_sharding_twice_is_refused(which: str, stage: int) -> None:
 def test_deep_copying_a_sharded_model_is_refused(which: str, stage: int) -> None:
     def run(rank: int) -> None:
         model = onecopy.shard(_stack(), stage)
-        with pytest.raises(UsageError, match=r"deep-copied.*before onecopy\.shard"):
+        with pytest.raises(UsageError, match=r"deep-copied.*model\.state_dict"):
             copy.deepcopy(model if which == "the model" else model.blocks[0])
         _step(model, rank, 2)
 
@@ -169,7 +171,7 @@ def test_deep_copying_a_gathered_model_is_refused_and_its_state_dict_is_not() ->
     def run(rank: int) -> None:
         model, other = onecopy.shard(_stack(), 3), Stack()
         with onecopy.gathered(model):
-            with pytest.raises(UsageError, match=r"neither copied nor pickled.*state_dict"):
+            with pytest.raises(UsageError, match=r"neither deep-copied nor pickled.*state_dict"):
                 copy.deepcopy(model)
             other.load_state_dict(copy.deepcopy(model.state_dict()))
         assert_same_weights(whole_weights(other), whole_weights(_stack()))
@@ -360,18 +362,64 @@ def test_a_gradient_assigned_whole_is_named(stage: int) -> None:
     run_ranks(2, run)
 
 
+def test_what_asks_for_the_model_as_code_or_memory_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """At the place where it happens; the model goes on."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), 3)
+        for act, match in {
+            lambda: model.head.weight.detach().numpy(): r"'head\.weight'.*onecopy\.gathered",
+            lambda: model.head.weight.tolist(): r"'head\.weight'.*onecopy\.gathered",
+            lambda: numpy.asarray(model.head.weight.detach()): r"'head\.weight'.*onecopy\.gathered",
+            lambda: torch.jit.script(model): r"torch\.jit\.script the plain model",
+            lambda: torch.jit.script(model.blocks[0]): r"torch\.jit\.script the plain model",
+            lambda: torch.save(model, tmp_path / f"{rank}"): r"torch\.save\(model\).*onecopy\.save",
+            lambda: torch.save(model.blocks, tmp_path / f"{rank}"): r"torch\.save\(model\).*onecopy\.save",
+            lambda: torch.save({"model": model.head}, tmp_path / f"{rank}"): r"torch\.save\(model\).*onecopy\.save",
+        }.items():
+            with pytest.raises(UsageError, match=match):
+                act()
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_parameters_that_are_replaced_inside_gathered_are_not_dropped_in_silence(write: bool) -> None:
+    """As transformers' resize_token_embeddings does: a new module, or a new parameter in the old one."""
+
+    def run(rank: int) -> None:
+        def new_module(model: Any) -> None:
+            model.head = nn.Linear(10, 5)
+
+        def new_parameter(model: Any) -> None:
+            model.head.weight = nn.Parameter(torch.cat([model.head.weight, torch.zeros(2, 10)]))
+
+        def new_data(model: Any) -> None:
+            model.head.weight.data = torch.zeros(5, 10)
+
+        for replace in (new_module, new_parameter, new_data):
+            model = onecopy.shard(_stack(), 3)
+            with (
+                pytest.raises(UsageError, match=r"'head\.weight'.*resize_token_embeddings.*before onecopy\.shard"),
+                onecopy.gathered(model, write=write),
+            ):
+                replace(model)
+
+    run_ranks(2, run)
+
+
 USES: dict[str, Callable[[nn.Module], Any]] = {
     "matmul": lambda m: torch.ones(2, 10) @ m.head.weight.t(),
     "indexing": lambda m: m.head.weight[0],
-    "sum": lambda m: m.head.weight.sum(),
+    "sum along a dim": lambda m: m.head.weight.sum(0),
     "item": lambda m: m.head.bias[0].item(),
     "reshape": lambda m: m.head.weight.reshape(-1),
     "cat": lambda m: torch.cat([p.flatten() for p in m.parameters()]),
     "xavier": lambda m: nn.init.xavier_uniform_(m.head.weight.detach().view(3, 10)),
-    "any nan": lambda m: m.head.weight.isnan().any(),
-    "allclose": lambda m: torch.allclose(m.head.weight, torch.zeros(3, 10)),
-    "max": lambda m: m.head.weight.abs().max(),
-    "equal": lambda m: torch.equal(m.head.weight, torch.zeros(3, 10)),
+    "any nan along a dim": lambda m: m.head.weight.isnan().any(dim=1),
+    "max along a dim": lambda m: m.head.weight.abs().max(dim=0),
+    "where the largest is": lambda m: m.head.weight.argmax(),
     "functional": lambda m: F.linear(torch.ones(2, 10), m.head.weight, m.head.bias),
     "norm along a dim": lambda m: m.head.weight.norm(dim=1),
 }

@@ -262,6 +262,113 @@ def test_what_gathered_refuses(stage: int) -> None:
     run_ranks(2, run)
 
 
+@every_stage
+def test_what_is_assigned_to_data_inside_the_block_is_kept_or_refused(stage: int, num_ranks: int) -> None:
+    """As `weight.data = …` does. By hand."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with onecopy.gathered(model, write=True):
+            model.head.weight.data = torch.full((3, 10), 2.0)
+        assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 2.0))
+        with pytest.raises(UsageError, match="write=True"), onecopy.gathered(model):
+            model.head.weight.data = torch.zeros(3, 10)
+        assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 2.0))
+        _train(model, rank, num_ranks)
+
+    run_ranks(num_ranks, run)
+
+
+# --- other slices than parameters
+
+
+@every_stage
+@pytest.mark.parametrize("precision", [None, "bf16-lean"])
+def test_gathered_gradients_and_states_are_the_twins(precision: str | None, stage: int, num_ranks: int) -> None:
+    """`p.grad` and AdamW's averages, alone and in lists with parameters. Oracle: the twin's; bf16 to its rounding."""
+
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), stage, precision=precision)
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision is None else {"rtol": 0.05, "atol": 0.05}
+        pairs = [(m, AdamW(m.parameters(), lr=1e-3)) for m in (plain, model)]
+        for (m, _), batch in zip(
+            pairs, (vector_batches(1)[0], part(vector_batches(1)[0], rank, num_ranks)), strict=True
+        ):
+            m(*batch).backward()
+        for parameter, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            with onecopy.gathered(parameter.grad) as gradient:
+                assert type(gradient) is Tensor
+                torch.testing.assert_close(gradient, whole.grad, **tolerance)
+        for _, optimizer in pairs:
+            optimizer.step()
+        states, expected = pairs[1][1].state[model.head.weight], pairs[0][1].state[plain.head.weight]
+        with onecopy.gathered([states["exp_avg"], model.head.bias, states["exp_avg_sq"]]) as (first, bias, second):
+            torch.testing.assert_close(first, expected["exp_avg"], **tolerance)
+            torch.testing.assert_close(second, expected["exp_avg_sq"], **tolerance)
+            torch.testing.assert_close(bias, plain.head.bias, **tolerance)
+
+    run_ranks(num_ranks, run)
+
+
+@every_stage
+def test_a_whole_gradient_may_be_written(stage: int, num_ranks: int) -> None:
+    """The first rank's, or another's; by hand. Without write=True it is an error."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        model(*part(vector_batches(1)[0], rank, num_ranks)).backward()
+        for source, expected in ((None, 1.0), (num_ranks - 1, float(num_ranks))):
+            with onecopy.gathered(model.head.weight.grad, write=True, source=source) as gradient:
+                gradient.fill_(rank + 1.0)
+            with onecopy.gathered(model.head.weight.grad) as gradient:
+                assert torch.equal(gradient, torch.full((3, 10), expected))
+        with pytest.raises(UsageError, match="write=True"), onecopy.gathered(model.head.weight.grad) as gradient:
+            gradient.zero_()
+
+    run_ranks(num_ranks, run)
+
+
+@every_stage
+def test_any_rank_may_be_the_source_of_what_is_written(stage: int, num_ranks: int) -> None:
+    """Every rank writes something else. A rank that does not exist is an error on all."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage)
+        with onecopy.gathered(model, write=True, source=1), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(rank)
+        assert all(torch.equal(w, torch.ones_like(w)) for w in gathered_weights(model).values())
+        with pytest.raises(UsageError, match="source=7"), onecopy.gathered(model, write=True, source=7):
+            pass
+        _train(model, rank, num_ranks)
+
+    run_ranks(num_ranks, run)
+
+
+def test_a_source_on_two_axes() -> None:
+    """Of four ranks in two groups of copies, the last."""
+
+    def run(rank: int) -> None:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = onecopy.shard(_stack(), 3, mesh=mesh)
+        with onecopy.gathered(model, write=True, source=3), torch.no_grad():
+            model.head.weight.fill_(rank)
+        assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 3.0))
+
+    run_ranks(4, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_gradient_that_waits_is_not_gathered(stage: int) -> None:
+    def run(rank: int) -> None:
+        model = onecopy.shard(_stack(), stage, accumulate=2)
+        model(*part(vector_batches(1)[0], rank, 2)).backward()
+        with pytest.raises(UsageError, match="has not been reduced yet"), onecopy.gathered(model.head.weight.grad):
+            pass
+
+    run_ranks(2, run)
+
+
 # --- state_dict
 
 

@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 
 def test_disabled_torch_function_impl_for_sliced_tensors() -> None:
-    """sharding/sliced.py and sharding/norms.py; read in torch 2.13."""
+    """sharding/sliced.py, sharding/norms.py and sharding/recorded.py; read in torch 2.13."""
     assert hasattr(torch._C, "_disabled_torch_function_impl"), f"moved in torch {torch.__version__}"
 
 
@@ -339,3 +339,14 @@ def test_storages_without_memory_can_be_told_apart() -> None:
     """sharding/shared.py; read in torch 2.13."""
     one, other = torch.empty(2, device="meta"), torch.empty(2, device="meta")
     assert one.untyped_storage()._cdata == one[1:].untyped_storage()._cdata != other.untyped_storage()._cdata
+
+
+def test_state_dict_functions_have_their_settings_in_info() -> None:
+    """sharding/state_dicts.py; read in torch 2.13."""
+    import inspect
+
+    from torch.distributed.checkpoint import state_dict
+
+    for name in ("_get_model_state_dict", "_get_optim_state_dict"):
+        assert "info" in inspect.signature(getattr(state_dict, name)).parameters, f"moved in torch {torch.__version__}"
+    assert {"full_state_dict", "cpu_offload"} <= set(state_dict._StateDictInfo.__dataclass_fields__)

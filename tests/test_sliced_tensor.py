@@ -119,8 +119,8 @@ def _refusals(rank: int) -> list[str]:
     messages = []
     attempts: list[Callable[[], object]] = [
         lambda: model.w @ model.w.t(),
-        lambda: model.w.sum(),
-        lambda: model.w.detach().mean(),
+        lambda: model.w.sum(0),
+        lambda: model.w.detach().mean(dim=1, keepdim=True),
         lambda: model.w.detach() + torch.ones(7),
         lambda: torch.ones(5, 7).add_(model.w.detach()),
         lambda: torch.linalg.vector_norm(model.w.detach(), 2, dim=(0,)),
@@ -142,7 +142,7 @@ def test_what_needs_whole_parameters_names_them_and_says_gathered() -> None:
 
 def test_copies_and_pickles_are_refused_and_states_may_be_copied() -> None:
     model = onecopy.shard(Two(), 3)
-    with pytest.raises(UsageError, match=r"deep-copied.*'w'"):
+    with pytest.raises(UsageError, match=r"deep-copied.*'Two'"):
         copy.deepcopy(model)
     with pytest.raises(UsageError, match=r"torch\.save"):
         pickle.dumps(model.w)

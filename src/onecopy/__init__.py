@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from onecopy.comm.ledger import Entry, Ledger, Traffic
     from onecopy.integrations.deepspeed import from_deepspeed
     from onecopy.sharding.api import arena, ledger, meter, padded_numel, shard
+    from onecopy.sharding.averages import Ema, ema
     from onecopy.sharding.precision import Precision
     from onecopy.sharding.profile import Profile, profile
     from onecopy.sharding.sliced import SlicedTensor
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activations",
+    "Ema",
     "Entry",
     "Exported",
     "Ledger",
@@ -41,6 +43,7 @@ __all__ = [
     "Traffic",
     "activations",
     "arena",
+    "ema",
     "export",
     "from_deepspeed",
     "gathered",
@@ -68,6 +71,7 @@ _HOMES = {
     "onecopy.sharding.precision": ("Precision",),
     "onecopy.sharding.profile": ("Profile", "profile"),
     "onecopy.sharding.sliced": ("SlicedTensor",),
+    "onecopy.sharding.averages": ("Ema", "ema"),
     "onecopy.sharding.whole": ("gathered", "materialize"),
 }
 

@@ -38,6 +38,7 @@ from onecopy.sharding.preconditions import (
     check_not_sharded,
 )
 from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.state_dicts import follow_state_dicts
 from onecopy.sharding.statistics import widen_weights
 from onecopy.sharding.structure import guard
 from onecopy.sharding.tensor_parallel import describe, tensor_mesh
@@ -199,6 +200,7 @@ def shard(
         mark_ignored(parameter)
     watch(engine)
     guard(model)
+    follow_state_dicts(model)
     for name, value in {
         ENGINE: engine,
         _ARENA: regions,

@@ -77,12 +77,15 @@ class _Gradient:
         if self.is_pending:
             self.sliced.grad = self.earlier
         self.earlier = None
+        self.pending.take_beside()
 
     def install(self, gradient: SlicedTensor) -> bool:
         """Add to `p.grad`. Returns whether there was one already, so that ``gradient``'s own memory goes."""
         present: Any = self.sliced.grad
         if present is self.pending:
             present = self.earlier
+            if (beside := self.pending.take_beside()) is not None:
+                gradient.add_(beside)
         if present is not None:
             present.add_(gradient)
         self.sliced.grad = gradient if present is None else present

@@ -18,7 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from onecopy.sharding.operations import written
+from onecopy.errors import NeedsWholeError
+from onecopy.sharding.elements import first_sliced, needs_whole, operation_name, writes_out, written
 from onecopy.sharding.pending import PendingGradient
 from onecopy.sharding.precision import PIECE_NUMEL
 from onecopy.sharding.sliced import RULES, SlicedTensor, Slicing
@@ -67,8 +68,16 @@ class NarrowGradient(SlicedTensor):
 
 def _in_groups(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Act on one group of rows after the other."""
-    in_place, in_lists = func._schema.is_mutable, isinstance(args[0], list | tuple)
+    if any(isinstance(value, Tensor | list | tuple) for value in kwargs.values()) and writes_out(func):
+        found = first_sliced(args, kwargs)
+        raise NeedsWholeError(
+            f"{operation_name(func)} with out= meets the gradient of {found.slicing.name!r}, whose elements are "
+            f"held in {found.local.dtype}: leave out= away, or take p.grad.clone()."
+        )
+    in_place, in_lists = func._schema.is_mutable, any(isinstance(argument, list | tuple) for argument in args)
     columns = args if in_lists else tuple([argument] for argument in args)
+    if in_lists and not isinstance(args[0], list | tuple):
+        needs_whole(func, args, kwargs)
     numels = _narrow_numels(columns)
     room = _Room(min(PIECE_NUMEL, sum(numels)))
     results: list[Any] = []
@@ -180,7 +189,6 @@ class _Group:
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Where gradients are written. Fused optimizers do so only where they unscale them."""
-    if func._schema.name.startswith("aten::_fused_") and kwargs.get("grad_scale") is None:
-        return ()
-    return written(func)
+    """Where elements are written. Fused optimizers write to gradients only where they unscale them."""
+    kept = kwargs.get("grad_scale") is None and func._schema.name.startswith("aten::_fused_")
+    return tuple(p for p in written(func) if not (kept and func._schema.arguments[p].name == "grads"))

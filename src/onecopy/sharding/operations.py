@@ -1,9 +1,9 @@
 """What operations do to SlicedTensors.
 
-- Elementwise ones, among them everything `_foreach_*` and `_fused_*`, act on the local slices: one dispatch a call.
-- Norms reduce over the shard axis (`norms.py`), as does GradScaler's search for infinities.
-- A write to a parameter tells its bucket that gathered copies are stale. Version counters would not: they do not move
-  under `_foreach_*` and `_fused_*`.
+- Elementwise ones act on the local slices (`elements.py`), and those on lists of tensors row by row (`lists.py`).
+- Reductions over all elements, norms among them, take one collective (`reductions.py`, `norms.py`).
+- A write to a parameter tells its bucket beforehand: other ranks may be reading it, and gathered copies go stale.
+  Version counters would not: they do not move under `_foreach_*` and `_fused_*`.
 - Everything else needs the whole parameter and raises `NeedsWholeError`.
 
 The rule for an operation is found once and kept in a table.
@@ -11,108 +11,106 @@ The rule for an operation is found once and kept in a table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onecopy.errors import NeedsWholeError, UsageError
-from onecopy.sharding.norms import PartialNorm, partial_norm
-from onecopy.sharding.sliced import RULES, Rule, SlicedTensor
+from onecopy.sharding.elements import (
+    advice,
+    first_sliced,
+    needs_whole,
+    part,
+    refuse_write,
+    writes_out,
+    written,
+    written_values,
+)
+from onecopy.sharding.lists import OnLists, foreach_norm, is_of_lists, unscale
+from onecopy.sharding.reductions import REDUCTIONS
+from onecopy.sharding.sliced import RULES, Rule, SlicedTensor, Slicing, same_device
 
 aten = torch.ops.aten
 
 
 def _find_rule(func: Any) -> Rule:
     name: str = func._schema.name.removeprefix("aten::")
-    if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
-        return _InPlaceLists(func) if not func._schema.returns else _lists
-    if name.startswith("_foreach_norm"):
-        return _foreach_norm
-    if (torch.Tag.pointwise in func.tags and name not in _COMPARISONS) or name in _ELEMENTWISE:
-        return _in_place if written(func) else _elementwise
-    return _needs_whole
+    if is_of_lists(func):
+        base = name.removeprefix("_foreach_")
+        return OnLists(func) if name.startswith("_fused_") or _is_elementwise(base, func) else needs_whole
+    return _Elementwise(func) if _is_elementwise(name, func) else needs_whole
 
 
-_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
-# Tagged as elementwise, though their answer is about the whole tensor.
-_COMPARISONS = ("equal", "is_nonzero")
-_ELEMENTWISE = ("zero_", "fill_", "masked_fill_", "masked_fill", "copy_", "clone", "zero", "fill", "copy")
+# Of the same name as elementwise ones, or tagged as such, though they are about all elements, or draw random numbers.
+_NOT_ELEMENTWISE = ("equal", "is_nonzero", "max", "min", "rrelu")
+# torch tags these in no variant.
+_ELEMENTWISE = ("zero", "fill", "copy")
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = _first_sliced(args, kwargs)
-    local = func(*[_local(a, like, func) for a in args], **{k: _local(v, like, func) for k, v in kwargs.items()})
-    return SlicedTensor(local, like.slicing) if isinstance(local, Tensor) else local
-
-
-def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    target = args[0]
-    if not isinstance(target, SlicedTensor):
-        _needs_whole(func, args, kwargs)
-    local_args, local_kwargs = (
-        [_local(a, target, func) for a in args],
-        {k: _local(v, target, func) for k, v in kwargs.items()},
+def _is_elementwise(name: str, func: Any) -> bool:
+    """Whether the operation is tagged so, or another variant of it: torch tags `abs` and not `abs_`."""
+    name = name.rstrip("_")
+    if name in _NOT_ELEMENTWISE or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if name in _ELEMENTWISE or torch.Tag.pointwise in func.tags:
+        return True
+    packet = getattr(aten, name, None) if func.namespace == "aten" else None
+    return packet is not None and any(
+        torch.Tag.pointwise in getattr(packet, variant).tags for variant in packet.overloads()
     )
-    if target._on_write is not None:
-        target._on_write()
-    func(*local_args, **local_kwargs)
-    return target
 
 
-def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    results = func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
-    return [
-        SlicedTensor(local, like.slicing) if isinstance(like, SlicedTensor) else local
-        for local, like in zip(results, args[0], strict=True)
-    ]
-
-
-class _InPlaceLists:
-    """`_foreach_*_` and `_fused_*_`: unwrap flat lists, call once, mark what was written."""
+class _Elementwise:
+    """The rule of one elementwise operation. It may write to arguments, into `out=` too, and return several tensors."""
 
     def __init__(self, func: Any) -> None:
         self._writes = written(func)
+        self._into_out = writes_out(func)
+        # What fills is a number, a tensor without dimensions even beside a parameter that has none.
+        numbers = [i for i, a in enumerate(func._schema.arguments) if a.name == "value" and str(a.type) == "Tensor"]
+        self._number = numbers[0] if numbers else None
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for position in self._writes:
-            if position < len(args):
-                _tell_written(args[position])
-        func(*[_locals(a) for a in args], **{k: _locals(v) for k, v in kwargs.items()})
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        like: Any = args[0] if args and isinstance(args[0], SlicedTensor) else first_sliced(args, kwargs)
+        slicing = like.slicing
+        targets = self._targets(func, slicing, args, kwargs) if self._writes else ()
+        try:
+            # Most calls of an optimizer's loop end with the first condition.
+            parts = [
+                a.local if isinstance(a, SlicedTensor) and a.slicing is slicing else part(a, slicing, func)
+                for a in args
+            ]
+        except NeedsWholeError as error:
+            raise NeedsWholeError(f"{error}{advice(like)}") from None
+        if self._number is not None and self._number < len(args):
+            if isinstance(args[self._number], SlicedTensor):
+                needs_whole(func, args, kwargs)
+            parts[self._number] = args[self._number]
+        parts_by_name = {name: part(v, slicing, func) for name, v in kwargs.items()}
+        for target in targets:
+            if target._on_write is not None:
+                target._on_write()
+        results = func(*parts, **parts_by_name)
+        if not targets:
+            if isinstance(results, Tensor):
+                return SlicedTensor(results, slicing)
+            return tuple(SlicedTensor(result, slicing) for result in results)
+        return targets[0] if len(targets) == 1 else tuple(targets)
 
-
-def _tell_written(tensors: Any) -> None:
-    owners = (
-        {t._on_write for t in tensors if isinstance(t, SlicedTensor)} if isinstance(tensors, list | tuple) else set()
-    )
-    for tell in owners:
-        if tell is not None:
-            tell()
-
-
-def _locals(argument: Any) -> Any:
-    if isinstance(argument, list | tuple):
-        return [t.local if isinstance(t, SlicedTensor) else t for t in argument]
-    return argument.local if isinstance(argument, SlicedTensor) else argument
-
-
-def _local(argument: Any, like: SlicedTensor, func: Any) -> Any:
-    """The part of ``argument`` that meets the elements held by ``like``."""
-    if isinstance(argument, SlicedTensor):
-        if not like.slicing.matches(argument.slicing):
-            raise NeedsWholeError(
-                f"{_name(func)} of {like.slicing.name!r} {tuple(like.shape)} and {argument.slicing.name!r} "
-                f"{tuple(argument.shape)} would mix different elements; use it inside `with onecopy.gathered(...)`."
-            )
-        return argument.local
-    if isinstance(argument, Tensor) and argument.dim() > 0:
-        if argument.shape != like.shape:
-            raise NeedsWholeError(
-                f"{_name(func)} would broadcast shape {tuple(argument.shape)} over the sharded {like.slicing.name!r} "
-                f"{tuple(like.shape)}; use it inside `with onecopy.gathered(...)`.{_advice(like)}"
-            )
-        return like.slicing.cut(argument)
-    return argument
+    def _targets(self, func: Any, slicing: Slicing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+        """What the operation writes to, all of it slices."""
+        if self._writes == (0,) and isinstance(args[0], SlicedTensor):
+            return args[:1]
+        targets = written_values(func, self._writes, args, kwargs)
+        for target in targets:
+            if not isinstance(target, SlicedTensor):
+                refuse_write(func, slicing, target)
+        if self._into_out and not any(isinstance(a, Tensor) and a.shape == slicing.shape for a in args):
+            # torch would make `out=` as small as what is written to it.
+            needs_whole(func, args, kwargs)
+        return targets
 
 
 # --- operations with rules of their own
@@ -125,105 +123,40 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTe
 
 def _new_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTensor:
     source: SlicedTensor = args[0]
-    _refuse_conversion(source, None, kwargs.get("device"))
+    _refuse_other_device(source, kwargs.get("device"))
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return SlicedTensor(func(source.local, *args[1:], **kwargs), source.slicing)
 
 
+def _new_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`p.new_zeros(size)` and the like: a slice if of the parameter's own size, as states are; else a plain tensor."""
+    source: SlicedTensor = args[0]
+    strided = func is aten.new_empty_strided.default
+    if torch.Size(args[1]) != source.shape or not (source.shape or strided):
+        plain: Tensor = func(source.local, *args[1:], **kwargs)
+        return plain
+    make, given = (aten.new_empty.default, args[3:]) if strided else (func, args[2:])
+    return SlicedTensor(make(source.local, list(source.local.shape), *given, **kwargs), source.slicing)
+
+
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTensor:
     source: SlicedTensor = args[0]
-    _refuse_conversion(source, kwargs.get("dtype"), kwargs.get("device"))
+    _refuse_other_device(source, kwargs.get("device"))
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return SlicedTensor(func(source.local, **kwargs), source.slicing)
 
 
-def _refuse_conversion(source: SlicedTensor, dtype: torch.dtype | None, device: torch.device | None) -> None:
-    """`.half()`, `.to(...)` and `.to_empty(...)` of a module would leave the engine with the old slices."""
-    if not isinstance(source, torch.nn.Parameter):
-        return
-    changed = dtype if dtype not in (None, source.dtype) else device if device not in (None, source.device) else None
-    if changed is not None:
+def _refuse_other_device(source: SlicedTensor, device: torch.device | None) -> None:
+    """`.to(device)` and `.to_empty(...)` of a module would leave the engine with the old slices.
+
+    `.half()` and the like assign to `.data`, which refuses another dtype.
+    """
+    if device is not None and isinstance(source, torch.nn.Parameter) and not same_device(device, source.device):
         raise UsageError(
-            f"{source.slicing.name!r} is sharded as {source.dtype} on {source.device} and cannot become {changed}: "
-            f"convert the model before onecopy.shard, choose the compute dtype there with precision=, or "
-            f"materialise a meta model with onecopy.materialize. A converted copy of one slice: p.detach().to(...)."
+            f"{source.slicing.name!r} is sharded on {source.device} and cannot go to {device}: move the model before "
+            f"onecopy.shard, or materialise a meta model with onecopy.materialize. A copy of one slice elsewhere: "
+            f"p.detach().to(...)."
         )
-
-
-def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    source: SlicedTensor = args[0]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    along = args[2] if len(args) > 2 else kwargs.get("dim")
-    if along is not None and len(along) not in (0, source.dim()):
-        _needs_whole(func, args, kwargs)
-    return _partial_norm(source, order, kwargs.get("dtype"))
-
-
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    order = args[1] if len(args) > 1 else kwargs.get("p")
-    if len(args) > 2 and isinstance(args[2], list | tuple) and len(args[2]) not in (0, args[0].dim()):
-        _needs_whole(func, args, kwargs)
-    return _partial_norm(args[0], 2 if order is None else order, kwargs.get("dtype"))
-
-
-def _partial_norm(tensor: SlicedTensor, order: Any, dtype: torch.dtype | None) -> PartialNorm:
-    return partial_norm(tensor.local, tensor.slicing.spread, float(order), dtype or tensor.dtype)
-
-
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    norms = [
-        _partial_norm(t, order, None) if isinstance(t, SlicedTensor) else torch.linalg.vector_norm(t, order)
-        for t in args[0]
-    ]
-    return PartialNorm.finish(norms)
-
-
-def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler: an infinity that one rank sees in its slices is an infinity to all of them."""
-    gradients, found, inverse_scale = args
-    func(_locals(gradients), found, inverse_scale)
-    for axis in dict.fromkeys(axis for t in gradients if isinstance(t, SlicedTensor) for axis in t.slicing.spread):
-        worst = found.reshape(1)
-        if collective := axis.combine(worst, "overflow", maximum=True):
-            collective.finish()
-            found.copy_(worst.reshape(found.shape))
-
-
-def _needs_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _first_sliced(args, kwargs)
-    raise NeedsWholeError(
-        f"{_name(func)} needs the whole parameter {found.slicing.name!r} {tuple(found.shape)}, of which this rank "
-        f"holds {found.slicing.numel} elements. Use it inside `with onecopy.gathered(model):`, or call the model (a "
-        f"unit's parameters are whole while its forward runs).{_advice(found)}"
-    )
-
-
-def _advice(parameter: SlicedTensor) -> str:
-    """What the engine that runs the model of ``parameter`` says to its use."""
-    engine = parameter._engine() if parameter._engine is not None else None
-    return str(engine.advise(parameter.slicing.name)) if engine is not None else ""
-
-
-def _first_sliced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTensor:
-    for argument in (*args, *kwargs.values()):
-        for item in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(item, SlicedTensor):
-                return item
-    raise AssertionError("dispatched without a SlicedTensor")
-
-
-def written(func: Any) -> tuple[int, ...]:
-    """Positions of the arguments that the operation writes to."""
-    return tuple(
-        position
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _name(func: Any) -> str:
-    return str(func._schema.name).removeprefix("aten::")
 
 
 RULES.find = _find_rule
@@ -231,14 +164,19 @@ RULES.update(
     {
         aten.detach.default: _alias,
         aten.alias.default: _alias,
+        aten.clone.default: _new_like,
         aten.zeros_like.default: _new_like,
         aten.ones_like.default: _new_like,
         aten.empty_like.default: _new_like,
         aten.full_like.default: _new_like,
+        aten.new_zeros.default: _new_of_size,
+        aten.new_ones.default: _new_of_size,
+        aten.new_full.default: _new_of_size,
+        aten.new_empty.default: _new_of_size,
+        aten.new_empty_strided.default: _new_of_size,
         aten._to_copy.default: _to_copy,
-        aten.linalg_vector_norm.default: _vector_norm,
-        aten.norm.Scalar: _norm,
-        aten.norm.ScalarOpt_dim: _norm,
-        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+        aten._foreach_norm.Scalar: foreach_norm,
+        aten._amp_foreach_non_finite_check_and_unscale_.default: unscale,
     }
+    | REDUCTIONS
 )

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -19,7 +21,9 @@ from torch.optim.optimizer import (
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.engine import Engine
+from onecopy.sharding.files import describe_difference, is_saved, refuse_pickle
 from onecopy.sharding.pending import PendingGradient
+from onecopy.sharding.recorded import remember_mesh
 from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 _REPLACED = "_onecopy_replaced"
@@ -27,17 +31,33 @@ _hooked = False
 
 
 def watch(engine: Engine) -> None:
-    """Have optimizers checked that hold parameters of this engine."""
+    """Have optimizers checked that hold parameters of this engine; its losses are averaged over its mesh."""
     global _hooked
+    remember_mesh(engine.mesh)
     reference = weakref.ref(engine)
     for unit in engine.units:
         for bucket in unit.buckets:
             for entry in bucket.entries:
                 entry.sliced._engine = reference
+    for module in {engine.model, *(unit.scope for unit in engine.units)}:
+        # Asked for by copy and pickle, and by torch.jit.script, before they meet hooks that say nothing to readers.
+        module.__dict__["__reduce_ex__"] = partial(_refuse_pickle, type(module).__name__)
+        module.__dict__["__prepare_scriptable__"] = _refuse_script
     if not _hooked:
         register_optimizer_step_pre_hook(_before_step)
         register_optimizer_step_post_hook(_after_step)
         _hooked = True
+
+
+def _refuse_pickle(name: str, protocol: object) -> NoReturn:
+    refuse_pickle(name)
+
+
+def _refuse_script() -> NoReturn:
+    raise UsageError(
+        "a sharded model cannot be scripted: torch.jit.script the plain model, with the whole state_dict() that a "
+        "sharded one has inside `with onecopy.gathered(model):`."
+    )
 
 
 def mark_replaced(parameter: Tensor, name: str) -> None:
@@ -78,7 +98,8 @@ def _sliced_state(value: Any, slicing: Slicing) -> Any:
     return SlicedTensor(slicing.cut(value).clone(), slicing)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Returns other arguments where a closure computes the gradients, for they cannot be checked before it has run."""
     engines = _engines_of(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -87,13 +108,56 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     f"the optimizer holds {getattr(parameter, _REPLACED)!r} as it was before onecopy.shard: make the "
                     f"optimizer after sharding, or pass it as onecopy.shard(..., optimizer=optimizer)."
                 )
-            if isinstance(parameter, SlicedTensor):
-                _check_gradient(parameter)
-        if engines and group.get("foreach", False) is None and not group.get("fused"):
+        if engines and group.get("foreach", False) is None and _may_be_foreach(group):
             # torch chooses foreach for itself only for plain tensors; one dispatch for each parameter is slow.
             group["foreach"] = True
-    if engines:
-        _slice_states(optimizer)
+    if not engines:
+        return None
+    if torch.compiler.is_compiling():
+        # Raised as it stands, the error would only make the compiler give this frame up and compile the next.
+        torch.compiler.disable(_refuse_compiled_step)()
+    _slice_states(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _gradients_are_there(optimizer, engines)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _gradients_are_there(optimizer, engines)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def _refuse_compiled_step() -> NoReturn:
+    raise UsageError(
+        "torch.compile cannot follow a step over a sharded model's slices: call optimizer.step() as it is, with "
+        "fused=True where it is to be fast."
+    )
+
+
+def _may_be_foreach(group: dict[str, Any]) -> bool:
+    """Whether the optimizer has a choice. Hyperparameters that are tensors are for its loop over parameters."""
+    return not (
+        group.get("fused")
+        or group.get("differentiable")
+        or any(
+            isinstance(value, Tensor)
+            for name, option in group.items()
+            if name != "params"
+            for value in (option if isinstance(option, tuple) else (option,))
+        )
+    )
+
+
+def _gradients_are_there(optimizer: Optimizer, engines: list[Engine]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, SlicedTensor):
+                _check_gradient(parameter)
     for engine in engines:
         engine.before_step()
 
@@ -120,27 +184,41 @@ def _check_gradient(parameter: SlicedTensor) -> None:
 
 
 def _slice_states(optimizer: Optimizer) -> None:
-    """Cut states that were loaded whole, from a run without onecopy, at their first step."""
+    """Cut states that were loaded whole, and take over those that were loaded in slices, at their first step."""
     for parameter, states in optimizer.state.items():
-        if not isinstance(parameter, SlicedTensor):
+        if not isinstance(parameter, SlicedTensor) or not isinstance(states, dict):
             continue
-        whole = [
-            name
-            for name, value in states.items()
-            if (type(value) is Tensor or is_dtensor(value)) and value.dim() and value.shape == parameter.shape
-        ]
-        for name in whole:
-            states[name] = _sliced_state(states[name], parameter.slicing)
-        if states and not whole:
-            # States are loaded all at once: where one is sliced, all are.
+        loaded = [name for name, value in states.items() if _is_loaded(value, parameter)]
+        for name in loaded:
+            states[name] = _adopted(states[name], parameter.slicing)
+        if states and not loaded:
+            # States are loaded all at once: where one belongs to the model, all do.
             return
+
+
+def _is_loaded(value: Any, parameter: SlicedTensor) -> bool:
+    """Whether a state of ``parameter`` came out of a checkpoint or a file as it was there."""
+    if isinstance(value, SlicedTensor):
+        return is_saved(value.slicing)
+    return (type(value) is Tensor or is_dtensor(value)) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _adopted(value: Any, slicing: Slicing) -> Any:
+    if not isinstance(value, SlicedTensor):
+        return _sliced_state(value, slicing)
+    if not slicing.matches(value.slicing):
+        raise UsageError(
+            f"a state of the optimizer does not belong here: {describe_difference(slicing, value.slicing)}"
+        )
+    return SlicedTensor(value.local, slicing)
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
     """Bytes of the optimizer's states on this rank."""
     total = 0
     for states in optimizer.state.values():
-        for value in states.values():
+        # Some optimizers keep what belongs to no parameter beside the parameters' states.
+        for value in states.values() if isinstance(states, dict) else (states,):
             if isinstance(value, SlicedTensor):
                 total += value.local.nbytes
             elif isinstance(value, Tensor):

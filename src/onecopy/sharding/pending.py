@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onecopy.errors import UsageError
+from onecopy.sharding.boundary import in_backward
 from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 aten = torch.ops.aten
@@ -23,15 +24,22 @@ class PendingGradient(SlicedTensor):
 
     Attributes:
         cleared: `zero_grad(set_to_none=False)` has set the kept gradient to zero.
+        beside: gradients that came as slices meanwhile; None if none did.
     """
 
     cleared: bool
+    beside: SlicedTensor | None
+
+    def take_beside(self) -> SlicedTensor | None:
+        """`beside`, which is none from then on."""
+        beside, self.beside = self.beside, None
+        return beside
 
     @staticmethod
     def __new__(cls, local: Tensor, slicing: Slicing) -> PendingGradient:
         tensor = SlicedTensor.__new__(cls, local, slicing)
         assert isinstance(tensor, PendingGradient)
-        tensor.cleared = False
+        tensor.cleared, tensor.beside = False, None
         return tensor
 
     @classmethod
@@ -39,13 +47,17 @@ class PendingGradient(SlicedTensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         if func is aten.zero_.default:
-            args[0].cleared = True
+            args[0].cleared, args[0].beside = True, None
             return args[0]
         if func is aten._foreach_zero_.default:
             for tensor in args[0]:
                 tensor.zero_()
             return None
         if func is aten.detach.default:
+            return args[0]
+        if func in (aten.add.Tensor, aten.add_.Tensor) and in_backward() and isinstance(args[0], PendingGradient):
+            # A penalty in the loss, whose gradient is one of slices and needs no reduce.
+            args[0].beside = args[1] if args[0].beside is None else args[0].beside + args[1]
             return args[0]
         found = next(t for t in _flat(args) if isinstance(t, PendingGradient))
         raise UsageError(

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.mesh import Axis
-from onecopy.errors import UsageError
+from onecopy.errors import NeedsWholeError, UsageError
 from onecopy.memory.strides import memory_order
-from onecopy.sharding import checkpointable
+from onecopy.sharding import checkpointable, files
 from onecopy.sharding.tensor_parallel import TensorSpec
 
 
@@ -72,6 +72,7 @@ class Slicing:
             and self.start == other.start
             and self.numel == other.numel
             and self.spec == other.spec
+            and (self.axis is other.axis or (self.axis.rank, self.axis.size) == (other.axis.rank, other.axis.size))
         )
 
 
@@ -149,10 +150,10 @@ class SlicedTensor(torch.Tensor):
         if isinstance(value, SlicedTensor) and value.local is self.local:
             return
         found, own = ((tuple(t.shape), t.dtype, t.device) for t in (value, self))
-        if found != own:
+        if found[:2] != own[:2] or not same_device(value.device, self.device):
             raise UsageError(
-                f"{self.slicing.name!r} is sharded as {own} (shape, dtype, device) and its .data cannot become "
-                f"{found}: change the model before onecopy.shard."
+                f"{self.slicing.name!r} is sharded as {own} (shape, dtype, device) and cannot become {found}: change "
+                f"the model before onecopy.shard, or choose the compute dtype there with precision=."
             )
         self.detach().copy_(value)
 
@@ -165,20 +166,35 @@ class SlicedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
         if isinstance(self, torch.nn.Parameter):
-            raise UsageError(
-                f"a sharded model cannot be deep-copied (found parameter {self.slicing.name!r}): copy it before "
-                f"onecopy.shard, or copy whole tensors inside `with onecopy.gathered(model):`."
-            )
+            files.refuse_pickle(self.slicing.name)
         copy = SlicedTensor(self.local.clone(), self.slicing)
         memo[id(self)] = copy
         return copy
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UsageError(
-            f"{self.slicing.name!r} is sharded: pickling it (torch.save) would keep this rank's slice alone. Use "
-            f"onecopy.save(directory, model, optimizer), or save model.state_dict() inside "
-            f"`with onecopy.gathered(model):`."
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Needs the whole tensor, as does everything that asks for its memory.
+
+        Raises:
+            NeedsWholeError: always.
+        """
+        raise NeedsWholeError(
+            f"numpy and lists need the whole of {self.slicing.name!r} {tuple(self.shape)}, of which this rank holds "
+            f"{self.slicing.numel} elements: use it inside `with onecopy.gathered(...)`."
         )
+
+    def tolist(self) -> NoReturn:
+        """As `numpy`.
+
+        Raises:
+            NeedsWholeError: always.
+        """
+        self.numpy()
+
+    def __copy__(self) -> SlicedTensor:
+        return SlicedTensor(self.local, self.slicing, on_write=self._on_write)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return files.reduce_slice(self)
 
     # --- torch.distributed.checkpoint's protocol; see `checkpointable.py`
 
@@ -193,6 +209,11 @@ class SlicedTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return checkpointable.find_box(self, index.offset)
+
+
+def same_device(device: torch.device, own: torch.device) -> bool:
+    """`cpu:0` is `cpu`; a device without a number is the one at hand."""
+    return device.type == own.type and (device.index is None or device.index == (own.index or 0))
 
 
 def flatten(whole: Tensor, strides: tuple[int, ...]) -> Tensor:

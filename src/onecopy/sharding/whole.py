@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onecopy.comm.dtensors import is_dtensor
+from onecopy.comm.dtensors import is_dtensor, local_of
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket import NO_MEMORY, Bucket, Found
 from onecopy.sharding.buffers import equalise
@@ -18,13 +18,17 @@ from onecopy.sharding.engine import Engine, find_engine
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.ignored import is_ignored, mark_ignored
 from onecopy.sharding.optimizers import mark_replaced, watch
+from onecopy.sharding.recorded import mesh_of
+from onecopy.sharding.single import gather_slices, spread_from
 from onecopy.sharding.sliced import SlicedTensor
 from onecopy.sharding.unit import Unit
 
 
 @contextmanager
-def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False) -> Iterator[Any]:
-    """Make parameters whole inside a `with` block; every rank must enter it.
+def gathered(
+    target: nn.Module | Tensor | Iterable[Tensor], write: bool = False, source: int | None = None
+) -> Iterator[Any]:
+    """Make parameters, gradients or optimizer states whole inside a `with` block; every rank must enter it.
 
     Inside, the modules hold plain `nn.Parameter`s of full shape in the master dtype: generate, inspect, save, edit.
     Those that tensor parallelism has made DTensors are DTensors again, whose `full_tensor()` is the whole.
@@ -34,25 +38,29 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
     that much again.
 
     Args:
-        target: a sharded model or a module in it, one of its parameters, or several.
-        write: keep what the block changed, as the first rank has it. Without it changes are an error.
+        target: a sharded model or a module in it; one of its parameters, or any other SlicedTensor (a gradient, a
+            state of the optimizer), which comes as a plain tensor of full shape; or several of them.
+        write: keep what the block changed, as the rank ``source`` has it. Without it changes are an error.
+        source: a global rank, which sends all that is written to every rank before it is cut. None: the first rank.
 
     Yields:
-        ``target`` if it is a module; the whole parameter or the list of them otherwise.
+        ``target`` if it is a module; the whole tensor or the list of them otherwise.
 
     Raises:
-        UsageError: if ``target`` is not sharded, if the model is computing, or if values changed without ``write``.
+        UsageError: if ``target`` is not sharded, if the model is computing, if a gradient has not been reduced yet, if
+            values changed without ``write``, or if ``source`` is none of the model's ranks.
     """
     if isinstance(target, nn.Module) and (engine := find_engine(target)) is not None:
         engine.come_to_rest()
         _check_has_memory(engine)
-    wanted = _parameters_of(target)
+    given = _slices_of(target)
+    wanted = [tensor for tensor in given if tensor._engine is not None]
     # In the order of the parameters, which is that of all ranks.
     engines = dict.fromkeys(_engine_of(parameter) for parameter in wanted)
     for engine in engines:
         _check_has_memory(engine)
         engine.enter_gathered()
-    opened: list[_Opened] = []
+    opened: list[_Opened | _OpenedSlice] = []
     computing: list[Computing] = []
     for engine in engines:
         own = [_Opened(bucket, wanted) for bucket in _buckets_with(engine, wanted)]
@@ -61,22 +69,32 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
             copies = [item.copies() for item in own if item.computes_in_another_dtype]
             scopes = [unit.scope for unit in engine.units]
             computing.append(Computing(engine.model, scopes, engine.inputs, copies, write))
+    opened += [_OpenedSlice(tensor) for tensor in given if tensor._engine is None]
+    known = {id(parameter) for engine in engines for parameter in engine.model.parameters()}
     try:
         if isinstance(target, nn.Module):
             yield target
         else:
             whole = {id(s): w for o in opened for s, w in o.shown}
-            found = [whole[id(parameter)] for parameter in wanted]
+            found = [whole[id(tensor)] for tensor in given]
             yield found[0] if isinstance(target, Tensor) else found
     except BaseException:
         for item in opened:
             item.close()
         raise
     else:
+        strangers = _find_strangers(engines, known)
+        strangers += [name for item in opened if isinstance(item, _Opened) for name in item.resized()]
         for item in opened:
             item.close()
+        if strangers:
+            raise UsageError(
+                f"parameters were added, replaced or resized inside onecopy.gathered, {strangers[0]!r} among them, "
+                f"which would be neither trained nor saved: resize embeddings (model.resize_token_embeddings), add and "
+                f"replace modules before onecopy.shard."
+            )
         for item in opened:
-            item.store(write)
+            item.store(write, source)
     finally:
         for each in computing:
             each.close()
@@ -133,7 +151,7 @@ def allocate(model: nn.Module, device: torch.device | str) -> Engine:
         UsageError: if the model is not sharded on meta.
     """
     device = torch.device(device)
-    engine = _engine_of(_parameters_of(model)[0])
+    engine = _engine_of(_slices_of(model)[0])
     if not all(bucket.device.type == "meta" for unit in engine.units for bucket in unit.buckets):
         raise UsageError("only models built on the meta device are given memory; this one has its values.")
     for unit in engine.units:
@@ -178,6 +196,13 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], object] | None) -
         )
 
 
+def _find_strangers(engines: Iterable[Engine], known: set[int]) -> list[str]:
+    """Names of parameters that modules hold and did not hold when a gathered block began."""
+    return [
+        name for engine in engines for name, parameter in engine.model.named_parameters() if id(parameter) not in known
+    ]
+
+
 class _Opened:
     """A bucket that modules see whole, in the master dtype."""
 
@@ -185,6 +210,7 @@ class _Opened:
         self._bucket = bucket
         self._buffer: FlatBuffer = bucket.gather_masters() if gather else bucket.buffer(bucket.dtypes.master)
         self.shown: list[tuple[SlicedTensor, nn.Parameter]] = []
+        self._views: list[Tensor] = []
         for position, (entry, view) in enumerate(zip(bucket.entries, self._buffer.views, strict=True)):
             if wanted is not None and not any(entry.sliced is parameter for parameter in wanted):
                 continue
@@ -192,6 +218,7 @@ class _Opened:
             if bucket.trainable:
                 whole.register_post_accumulate_grad_hook(_refuse_gradient)
             self.shown.append((entry.sliced, whole))
+            self._views.append(view)
             entry.put(whole)
         self._written = self._writes()
 
@@ -212,10 +239,31 @@ class _Opened:
     def close(self) -> None:
         self._bucket.show_sliced()
 
-    def store(self, write: bool) -> None:
+    def resized(self) -> list[str]:
+        """Names of parameters whose `.data` became one of another shape or dtype."""
+        return [
+            sliced.slicing.name
+            for (sliced, whole), view in zip(self.shown, self._views, strict=True)
+            if (local_of(whole).shape, whole.dtype) != (view.shape, view.dtype)
+        ]
+
+    def _take_assigned(self) -> bool:
+        """Copy in what was assigned to `.data` of parameters, which looks at other memory. Returns whether any was."""
+        found = False
+        with torch.no_grad():
+            for (_, whole), view in zip(self.shown, self._views, strict=True):
+                if (local := local_of(whole)).data_ptr() != view.data_ptr():
+                    view.copy_(local)
+                    found = True
+        return found
+
+    def store(self, write: bool, source: int | None = None) -> None:
+        assigned = self._take_assigned()
         if write:
+            if source is not None:
+                spread_from(source, self._buffer.flat, self._bucket.mesh)
             self._bucket.load_flat(self._buffer.flat)
-        elif self._writes() != self._written or not self._bucket.equals_slice(self._buffer.flat):
+        elif assigned or self._writes() != self._written or not self._bucket.equals_slice(self._buffer.flat):
             raise UsageError(
                 f"parameters of unit {self._bucket.unit!r} were changed inside onecopy.gathered, which would be lost: "
                 f"pass write=True to keep the first rank's changes, or edit copies."
@@ -227,20 +275,47 @@ def _check_has_memory(engine: Engine) -> None:
         raise UsageError(NO_MEMORY)
 
 
+class _OpenedSlice:
+    """A SlicedTensor of no bucket, such as a gradient, and its whole."""
+
+    def __init__(self, sliced: SlicedTensor) -> None:
+        self._sliced = sliced
+        self._whole = gather_slices(sliced)
+        self.shown = [(sliced, self._whole)]
+        self._written = self._whole._version
+
+    def close(self) -> None:
+        """Nothing shows it but the block."""
+
+    def store(self, write: bool, source: int | None = None) -> None:
+        if write:
+            local = local_of(self._whole)
+            flat = local.reshape(-1).clone()
+            spread_from(source, flat, mesh_of(self._sliced.slicing))
+            local.copy_(flat.view(local.shape))
+            self._sliced.copy_(self._whole)
+        elif self._whole._version != self._written:
+            raise UsageError(
+                f"the whole of {self._sliced.slicing.name!r} was changed inside onecopy.gathered, which would be lost: "
+                f"pass write=True to keep one rank's changes, or edit a copy."
+            )
+
+
 def _refuse_gradient(parameter: Tensor) -> None:
     raise UsageError("a backward inside onecopy.gathered would lose its gradients; train outside of it.")
 
 
-def _parameters_of(target: nn.Module | Tensor | Iterable[Tensor]) -> list[SlicedTensor]:
+def _slices_of(target: nn.Module | Tensor | Iterable[Tensor]) -> list[SlicedTensor]:
     if isinstance(target, nn.Module):
         found: list[Any] = [parameter for parameter in target.parameters() if not is_ignored(parameter)]
     else:
-        found = [target] if isinstance(target, Tensor) else list(target)
-    for parameter in found:
-        if not isinstance(parameter, SlicedTensor):
+        found = [target] if isinstance(target, Tensor) else list(target or ())
+    for tensor in found:
+        if not isinstance(tensor, SlicedTensor):
             raise UsageError(
-                "onecopy.gathered takes a model that onecopy.shard has sharded, a module in it, or its parameters; "
-                f"found {type(parameter).__name__}. Inside another gathered block parameters are whole already."
+                "onecopy.gathered takes a model that onecopy.shard has sharded, a module in it, its parameters, their "
+                f"gradients or states of its optimizer; found {type(tensor).__name__}. Inside another gathered block "
+                f"parameters are whole already."
             )
     if not found:
         raise UsageError("onecopy.gathered found no parameters")
