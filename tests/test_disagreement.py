@@ -18,8 +18,9 @@ from torch.optim import SGD
 import onecopy
 import ranks
 from models import Stack, seeded, vector_batches
-from onecopy.comm import patience
-from onecopy.errors import CollectiveTimeout, MismatchError, OnecopyError
+from onecopy.comm import mesh, patience
+from onecopy.comm.native_calls import NativeCalls
+from onecopy.errors import CollectiveError, CollectiveTimeout, MismatchError, OnecopyError
 from oracle import OPTIMIZERS, part, train
 from ranks import RankError, run_ranks
 
@@ -222,3 +223,28 @@ def test_a_long_wait_is_logged_once_with_what_and_whom_it_waits_for(
     what = {"backward": "reduce_scatter of unit", "step": "barrier", "norm": "norm"}[where]
     assert what in message
     assert "no answer from rank 1" in message
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_gather_apart_by_collectives_are_told(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks cannot fetch, a gather pairs with whatever the others gather: of equal size, without a word."""
+    monkeypatch.setattr(mesh, "exchanges_directly", lambda group: False)
+    monkeypatch.setattr(mesh, "transport_for", lambda group, device, staging: NativeCalls(staging, averages=False))
+
+    class Swapped(Stack):
+        def forward(self, x: Tensor, y: Tensor, route: list[int]) -> Tensor:  # type: ignore[override]
+            for block in route:
+                x = x + self.blocks[block](x)
+            return torch.nn.functional.mse_loss(self.head(x), y)
+
+    def run(rank: int) -> str:
+        model = onecopy.shard(seeded(Swapped), stage)
+        batch = part(vector_batches(1)[0], rank, 2)
+        model(*batch, [0, 1, 2]).backward()
+        SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(CollectiveError) as caught:
+            model(*batch, [0, 1, 2] if rank else [1, 0, 2]).backward()
+        return str(caught.value)
+
+    for message in run_ranks(2, run, group_timeout=10):
+        assert "through different units, or in another order" in message
