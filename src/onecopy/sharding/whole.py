@@ -43,10 +43,14 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
     wanted = _parameters_of(target)
     # In the order of the parameters, which is that of all ranks.
     engines = dict.fromkeys(_engine_of(parameter) for parameter in wanted)
-    for engine in engines:
-        engine.enter_gathered()
-    opened = [_Opened(bucket, wanted) for engine in engines for bucket in _buckets_with(engine, wanted)]
+    entered: list[Engine] = []
+    opened: list[_Opened] = []
     try:
+        for engine in engines:
+            engine.enter_gathered()
+            entered.append(engine)
+        for bucket in [bucket for engine in engines for bucket in _buckets_with(engine, wanted)]:
+            opened.append(_Opened(bucket, wanted))
         if isinstance(target, nn.Module):
             yield target
         else:
@@ -63,7 +67,7 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
         for item in opened:
             item.store(write)
     finally:
-        for engine in engines:
+        for engine in entered:
             engine.gathered -= 1
 
 
