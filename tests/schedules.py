@@ -15,11 +15,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -38,15 +38,19 @@ class Visit:
         route: the blocks that its data leads through, in order.
         uses_head: whether the head comes after them; without it, and without blocks, the rank's loss uses nothing.
         evaluates: routes of forwards without a graph before it.
+        looks_back: the same between its backward and the step that may follow.
         fails: whether its backward raises before it comes to the first block of the route.
         again: the forward is run twice, and the first one's graph is thrown away.
+        breaks: before that there is a forward that raises after the first block.
     """
 
     route: tuple[int, ...]
     uses_head: bool = True
     evaluates: tuple[tuple[int, ...], ...] = ()
+    looks_back: tuple[tuple[int, ...], ...] = ()
     fails: bool = False
     again: bool = False
+    breaks: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class Plan:
         machines: of each rank; on one machine they exchange through memory.
         shape: (replicas, shards); None shards over all ranks.
         is_bare: each unit has one parameter, and none is the root's.
+        clips: gradients are clipped before each step.
+        edits: weights are changed by hand after each step.
+        quiet: micro-batches that go before what `explore` tries in every order.
     """
 
     stage: int
@@ -69,6 +76,9 @@ class Plan:
     frozen: tuple[int, ...] = ()
     shape: tuple[int, int] | None = None
     is_bare: bool = False
+    clips: bool = False
+    edits: bool = False
+    quiet: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -104,6 +114,8 @@ class Routed(nn.Module):
     def forward(self, x: Tensor, visit: Visit) -> Tensor:
         for position, block in enumerate(visit.route):
             x = torch.tanh(self.blocks[block](x))
+            if visit.breaks:
+                raise ArithmeticError("on purpose")
             if position == 0 and visit.fails:
                 x = _Fails.apply(x)
         if visit.uses_head:
@@ -124,16 +136,15 @@ def train_alone(plan: Plan) -> list[Tensor]:
             optimizer.zero_grad()
             continue
         for rank, visit in enumerate(visits):
-            (model(_batch(number, rank), visit) / plan.num_ranks).backward()
+            (model(_batch(number, rank), replace(visit, breaks=False)) / plan.num_ranks).backward()
         if number % plan.accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+            _step(plan, model, optimizer)
+            _edit(plan, model)
     return [parameter.detach() for parameter in model.parameters()]
 
 
 def train(world: World, plan: Plan, on_shard: Callable[[nn.Module], None]) -> list[Tensor]:
     """The same on the rank that is running. Returns whole weights."""
-    rank = world.rank
     model = onecopy.shard(
         Routed(plan),
         plan.stage,
@@ -145,31 +156,83 @@ def train(world: World, plan: Plan, on_shard: Callable[[nn.Module], None]) -> li
     )
     on_shard(model)
     optimizer = SGD(model.parameters(), lr=0.1)
+    numbers = range(1, len(plan.visits) + 1)
+    for number in numbers[: plan.quiet]:
+        _train_one(world, plan, number, model, optimizer)
     with world.open_part():
-        for number, visits in enumerate(plan.visits, start=1):
-            visit, fails = visits[rank], any(visit.fails for visit in visits)
-            batch = _batch(number, rank)
-            for route in visit.evaluates:
-                with torch.no_grad():
-                    model(batch, Visit(route))
-            if visit.again:
-                model(batch, visit)
+        for number in numbers[plan.quiet :]:
             try:
-                model(batch, visit).backward()
-            except ArithmeticError:
-                assert visit.fails
+                _train_one(world, plan, number, model, optimizer)
             except CollectiveError:
-                if world.struck is not None or not fails:
-                    raise
-            else:
-                assert not fails, "a rank's backward failed and this rank did not hear of it"
-            if fails:
-                optimizer.zero_grad()
-            elif number % plan.accumulate == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+                if world.struck is not None:
+                    world.went_on = True
+                    _try_again(plan, model, optimizer)
+                raise
     with onecopy.gathered(model):
         return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _train_one(world: World, plan: Plan, number: int, model: nn.Module, optimizer: SGD) -> None:
+    """One micro-batch, and the step that may follow it."""
+    visits = plan.visits[number - 1]
+    visit, batch = visits[world.rank], _batch(number, world.rank)
+    fails = any(visit.fails for visit in visits)
+    _evaluate(model, batch, visit.evaluates)
+    if visit.breaks:
+        with suppress(ArithmeticError):
+            model(batch, visit)
+        visit = replace(visit, breaks=False)
+    if visit.again:
+        model(batch, visit)
+    try:
+        model(batch, visit).backward()
+    except ArithmeticError:
+        assert visit.fails
+    except CollectiveError:
+        if world.struck is not None or not fails:
+            raise
+    else:
+        assert not fails, "a rank's backward failed and this rank did not hear of it"
+    _evaluate(model, batch, visit.looks_back)
+    if fails:
+        optimizer.zero_grad()
+    elif number % plan.accumulate == 0:
+        _step(plan, model, optimizer)
+        if plan.edits:
+            with onecopy.gathered(model, write=True):
+                _edit(plan, model)
+
+
+def _step(plan: Plan, model: nn.Module, optimizer: SGD) -> None:
+    if plan.clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _edit(plan: Plan, model: nn.Module) -> None:
+    if plan.edits:
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, batch: Tensor, routes: Sequence[tuple[int, ...]]) -> None:
+    for route in routes:
+        model(batch, Visit(route))
+
+
+def _try_again(plan: Plan, model: nn.Module, optimizer: SGD) -> None:
+    """Who goes on after a rank was lost is told again."""
+    try:
+        optimizer.zero_grad()
+        for _ in range(plan.accumulate):
+            model(_batch(0, 0), Visit(tuple(range(plan.blocks)))).backward()
+        optimizer.step()
+    except CollectiveError:
+        return
+    raise AssertionError("a step went through without the rank that was lost")
 
 
 def run(plan: Plan, world: World, on_shard: Callable[[nn.Module], None] = lambda _: None) -> None:
@@ -310,11 +373,11 @@ def random_plan(r: random.Random) -> Plan:
         return tuple(chosen)
 
     def visit(breaks: bool) -> Visit:
-        evaluates = tuple(route() for _ in range(r.choice([0, 0, 0, 1])))
+        evaluates, looks_back = (tuple(route() for _ in range(r.choice([0, 0, 0, 1]))) for _ in range(2))
         found = route()
         # A backward comes to the first block only if there is one, and if it has something to learn.
         fails = breaks and bool(found) and found[0] not in frozen and r.random() < 0.5
-        return Visit(found, r.random() < 0.8, evaluates, fails, r.random() < 0.1)
+        return Visit(found, r.random() < 0.8, evaluates, looks_back, fails, r.random() < 0.1, r.random() < 0.1)
 
     frozen = tuple(block for block in range(blocks) if r.random() < 0.1)
     visits = []
@@ -332,6 +395,8 @@ def random_plan(r: random.Random) -> Plan:
         prefetch=r.choice([0, 1, 1, 2]),
         bucket_bytes=r.choice([None, None, 32]),
         frozen=frozen,
+        clips=r.random() < 0.2,
+        edits=r.random() < 0.2,
         shape=(2, 2) if num_ranks == 4 and r.random() < 0.4 else None,
     )
 

@@ -135,6 +135,8 @@ class World:
         """Ranks whose sockets are closed."""
         self.late: set[int] = set()
         """Ranks whose every wait runs out."""
+        self.went_on = False
+        """A rank that was told of a lost one goes on: others may wait for what it has given up, until time is up."""
         self.failure: BaseException | None = None
         self.stopping = False
         self.decisions = 0
@@ -289,6 +291,9 @@ class World:
             return None
         try:
             able = [actor for actor in alive if self._is_able(actor)]
+            if not able and self.went_on:
+                self.late.add(ranks[0].rank)
+                return ranks[0]
             if not able:
                 raise Deadlock(self._describe(ranks))
             faults = [(fault, actor) for fault in self.faults for actor in ranks]
