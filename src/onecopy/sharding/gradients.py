@@ -235,7 +235,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget what is between autograd and `p.grad`, to go on after a backward that failed."""
-        self.finish_reduce()
+        self._underway, self._reduction = None, iter(())
         if self._kept is not None:
             self._bucket.meter.add("gradients_whole", -self._kept.nbytes)
         self._kept = self._kept_slice = self._reduced = None

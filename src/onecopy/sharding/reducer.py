@@ -137,12 +137,16 @@ class Reducer:
                 gradients.install(self._uses[gradients], last=self._last)
 
     def _finish(self) -> dict[Gradients, list[bool]]:
-        """Send and complete what is left, in the order; then agree on use."""
-        while self._next < len(self._order):
-            self._send(self._order[self._next])
-        while self._underway:
-            self._complete(self._underway.pop(0))
-        return self._agree_on_use()
+        """Send and complete what is left, in the order; then agree on use. If that fails, nothing is left."""
+        try:
+            while self._next < len(self._order):
+                self._send(self._order[self._next])
+            while self._underway:
+                self._complete(self._underway.pop(0))
+            return self._agree_on_use()
+        except CollectiveError:
+            self._drop_all()
+            raise
 
     def _agree_on_use(self) -> dict[Gradients, list[bool]]:
         """For each parameter whether any rank has a gradient for it."""
@@ -156,13 +160,11 @@ class Reducer:
                 underway.finish()
         answers = flags.tolist()
         if answers[len(own)] and not self._failed:
-            self._drop_all()
             raise CollectiveError(
                 "backward raised an error on another rank, whose output tells which: gradients of this micro-batch are "
                 "not complete: call optimizer.zero_grad() before training goes on."
             )
         if extremes and not self._failed and [255 - byte for byte in answers[-4:]] != answers[-8:-4]:
-            self._drop_all()
             raise CollectiveError(
                 "ranks came through different units, or in another order, which this backend's collectives do not "
                 "allow at this stage: let the data lead all ranks alike, make what differs one unit with units=, or "
@@ -180,5 +182,6 @@ class Reducer:
         return digest + [255 - byte for byte in digest]
 
     def _drop_all(self) -> None:
+        self._underway.clear()
         for gradients in self._all:
             gradients.drop()

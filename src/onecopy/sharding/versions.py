@@ -55,6 +55,9 @@ class Versions:
             return
         self.lay_out()
         if self.reads_freely:
+            for bucket in self._buckets:
+                # A gather that was begun ahead, of what the forward then did not come to.
+                bucket.finish_gather()
             self._axis.barrier()
             for bucket in self._buckets:
                 bucket.clear_shelf()

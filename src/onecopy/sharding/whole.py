@@ -57,21 +57,25 @@ def gathered(
     wanted = [tensor for tensor in given if tensor._engine is not None]
     # In the order of the parameters, which is that of all ranks.
     engines = dict.fromkeys(_engine_of(parameter) for parameter in wanted)
-    for engine in engines:
-        _check_has_memory(engine)
-        engine.enter_gathered()
+    entered: list[Engine] = []
     opened: list[_Opened | _OpenedSlice] = []
     computing: list[Computing] = []
-    for engine in engines:
-        own = [_Opened(bucket, wanted) for bucket in _buckets_with(engine, wanted)]
-        opened += own
-        if engine.inputs is not None:
-            copies = [item.copies() for item in own if item.computes_in_another_dtype]
-            scopes = [unit.scope for unit in engine.units]
-            computing.append(Computing(engine.model, scopes, engine.inputs, copies, write))
-    opened += [_OpenedSlice(tensor) for tensor in given if tensor._engine is None]
-    known = {id(parameter) for engine in engines for parameter in engine.model.parameters()}
     try:
+        for engine in engines:
+            _check_has_memory(engine)
+            engine.enter_gathered()
+            entered.append(engine)
+        for engine in engines:
+            own: list[_Opened] = []
+            for bucket in _buckets_with(engine, wanted):
+                own.append(_Opened(bucket, wanted))
+                opened.append(own[-1])
+            if engine.inputs is not None:
+                copies = [item.copies() for item in own if item.computes_in_another_dtype]
+                scopes = [unit.scope for unit in engine.units]
+                computing.append(Computing(engine.model, scopes, engine.inputs, copies, write))
+        opened += [_OpenedSlice(tensor) for tensor in given if tensor._engine is None]
+        known = {id(parameter) for engine in engines for parameter in engine.model.parameters()}
         if isinstance(target, nn.Module):
             yield target
         else:
@@ -98,7 +102,7 @@ def gathered(
     finally:
         for each in computing:
             each.close()
-        for engine in engines:
+        for engine in entered:
             engine.gathered -= 1
 
 
