@@ -65,13 +65,12 @@ class Copies:
         return parameter
 
     def hide(self) -> None:
-        """Let modules hold the masters again.
-
-        Raises:
-            UsageError: if the copies were written to, which would be lost.
-        """
+        """Let modules hold the masters again."""
         for entry, master in self._shown:
             entry.put(master)
+
+    def check(self) -> None:
+        """Raise `UsageError` if the copies were written to, which would be lost."""
         if self._copy is not None and self._copy.views[0]._version != self._version:
             raise UsageError(
                 f"parameters of unit {self._bucket.unit!r} were written to while a module computed inside "
@@ -125,6 +124,8 @@ class Computing:
         if not self._calls:
             for copy in self._copies:
                 copy.hide()
+            for copy in self._copies:
+                copy.check()
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
