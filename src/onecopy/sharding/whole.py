@@ -49,8 +49,9 @@ def gathered(target: nn.Module | Tensor | Iterable[Tensor], write: bool = False)
         for engine in engines:
             engine.enter_gathered()
             entered.append(engine)
-        for bucket in [bucket for engine in engines for bucket in _buckets_with(engine, wanted)]:
-            opened.append(_Opened(bucket, wanted))
+        for engine in engines:
+            for bucket in _buckets_with(engine, wanted):
+                opened.append(_Opened(bucket, wanted))  # noqa: PERF401 (those opened before one that fails are closed)
         if isinstance(target, nn.Module):
             yield target
         else:
