@@ -275,15 +275,15 @@ class _Explorer:
         self._seen = seen
         self._stops = stops
 
-    def choose(self, runs: int, faults: int, state: Hashable) -> int:
+    def choose(self, runs: int, faults: int, state: Callable[[], Hashable]) -> int:
         count, place = runs + faults, len(self.taken)
         if place < len(self._prefix):
             chosen, expected = self._prefix[place]
             assert count == expected, "the same choices lead to another state"
         else:
-            if state in self._seen:
+            if (here := state()) in self._seen:
                 raise _Seen
-            self._seen.add(state)
+            self._seen.add(here)
             chosen = 0
             self.left += [[*self.taken, (other, count)] for other in range(1, count)]
         self.taken.append((chosen, count))
@@ -342,7 +342,7 @@ class _Dice:
         self._order: list[int] = []
         self._drawn = 0
 
-    def choose(self, runs: int, faults: int, state: Hashable) -> int:
+    def choose(self, runs: int, faults: int, state: Callable[[], Hashable]) -> int:
         self._drawn += 1
         if faults and self._drawn == self._fault_at:
             return runs + self._r.randrange(faults)
@@ -393,7 +393,7 @@ def random_plan(r: random.Random) -> Plan:
         blocks=blocks,
         accumulate=accumulate,
         prefetch=r.choice([0, 1, 1, 2]),
-        bucket_bytes=r.choice([None, None, 32]),
+        bucket_bytes=r.choice([None, None, 64]),
         frozen=frozen,
         clips=r.random() < 0.2,
         edits=r.random() < 0.2,
@@ -426,6 +426,7 @@ def _main() -> None:
     kinds: Counter[str] = Counter()
     began, failed = time.monotonic(), 0
     gc.disable()
+    gc.freeze()
     with virtually():
         for number in range(wanted.first, wanted.first + wanted.schedules):
             try:

@@ -70,8 +70,8 @@ class _Stopped(BaseException):
 class Chooser(Protocol):
     """Who goes on, and what goes wrong."""
 
-    def choose(self, runs: int, faults: int, state: Hashable) -> int:
-        """One of ``runs`` ranks that can go on, or after them one of ``faults``; ``state`` tells of the whole world."""
+    def choose(self, runs: int, faults: int, state: Callable[[], Hashable]) -> int:
+        """One of ``runs`` threads that can go on, or after them one of ``faults``; ``state`` tells all of the world."""
 
     def may_stop(self, at: str) -> bool:
         """Whether a rank gives way where it has nothing to wait for, at a "look", a "write" or a "post"."""
@@ -82,7 +82,8 @@ class _Actor:
     """A thread of a rank's: its main one, or a server.
 
     Attributes:
-        ready: whether it can go on.
+        ready: whether it can go on; what has come does not go again.
+        able: whether it was so once.
         waits_for: what it waits for, in words.
         history: of all that it has seen; the same history, the same state.
     """
@@ -92,6 +93,7 @@ class _Actor:
     main: bool
     baton: Any = field(default_factory=threading.Lock)
     ready: Callable[[], bool] = lambda: True
+    able: bool = True
     waits_for: str = "its start"
     history: int = 0
     ended: bool = False
@@ -226,7 +228,7 @@ class World:
         me = self.current
         assert me is not None
         if limit is None or (limit >= LIMIT and self.rank not in self.late):
-            me.ready, me.waits_for = ready, waits_for
+            me.ready, me.able, me.waits_for = ready, False, waits_for
             chosen = self._decide()
             if chosen is me:
                 self.current = me
@@ -268,7 +270,7 @@ class World:
 
     def choose_among(self, count: int) -> int:
         """One of ``count`` things that may happen to the running thread."""
-        chosen = 0 if count == 1 else self.chooser.choose(count, 0, (self._state(), "among"))
+        chosen = 0 if count == 1 else self.chooser.choose(count, 0, lambda: (self._state(), "among"))
         assert self.current is not None
         self.current.saw(chosen)
         return chosen
@@ -299,7 +301,7 @@ class World:
             faults = [(fault, actor) for fault in self.faults for actor in ranks]
             chosen = self.decisions % len(able) if self.quiet else 0
             if self._is_open and len(able) + len(faults) > 1:
-                chosen = self.chooser.choose(len(able), len(faults), self._state())
+                chosen = self.chooser.choose(len(able), len(faults), self._state)
             self.decisions += 1
             if chosen < len(able):
                 return able[chosen]
@@ -309,9 +311,11 @@ class World:
             return None
 
     def _is_able(self, actor: _Actor) -> bool:
-        # What it looks at is what its own process can read.
-        self.current = actor
-        return actor.ready()
+        if not actor.able:
+            # What it looks at is what its own process can read.
+            self.current = actor
+            actor.able = actor.ready()
+        return actor.able
 
     def _strike(self, fault: str, actor: _Actor) -> _Actor:
         self.faults = []
