@@ -16,6 +16,7 @@ change, and what has not arrived is not read (it holds NaN).
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import sys
 import threading
@@ -51,6 +52,9 @@ LIMIT = 25.0
 
 _FIRST_PROCESS = 5000
 
+_RUNS_BETWEEN_COLLECTIONS = 50
+_runs = itertools.count(1)
+
 _now = SimpleNamespace(world=None)
 """The world that runs."""
 
@@ -74,7 +78,7 @@ class Chooser(Protocol):
         """One of ``runs`` threads that can go on, or after them one of ``faults``; ``state`` tells all of the world."""
 
     def may_stop(self, at: str) -> bool:
-        """Whether a rank gives way where it has nothing to wait for, at a "look", a "write" or a "post"."""
+        """Whether a rank gives way where it need not: at a "look", a "write", a "post", or a wait that is "ready"."""
 
 
 @dataclass(eq=False)
@@ -178,6 +182,8 @@ class World:
             self.start(rank, f"rank {rank}", lambda rank=rank: function(rank), main=True)
         ranks = list(self.actors)
         _now.world = self
+        if next(_runs) % _RUNS_BETWEEN_COLLECTIONS == 0:
+            gc.collect()
         self._pass_on(self._decide())
         self._over.acquire()
         self.stopping = True
@@ -218,8 +224,12 @@ class World:
 
     # --- who goes on
 
-    def wait(self, ready: Callable[[], bool], waits_for: str, limit: float | None = None) -> None:
+    def wait(
+        self, ready: Callable[[], bool], waits_for: str, limit: float | None = None, *, stops: bool = False
+    ) -> None:
         """Give way until ``ready``, and until the running thread is chosen again. Without a ``limit`` for ever.
+
+        Where it is ready already, the chooser says whether to stop, unless it ``stops`` at any rate.
 
         Raises:
             RuntimeError: as gloo and mailboxes do when the time is up.
@@ -227,7 +237,8 @@ class World:
         self.check()
         me = self.current
         assert me is not None
-        if limit is None or (limit >= LIMIT and self.rank not in self.late):
+        may_wait = limit is None or (limit >= LIMIT and self.rank not in self.late)
+        if may_wait and (stops or self.chooser.may_stop("ready") or not ready()):
             me.ready, me.able, me.waits_for = ready, False, waits_for
             chosen = self._decide()
             if chosen is me:
@@ -261,7 +272,7 @@ class World:
         """Let others go first, perhaps."""
         self.check()
         if self._is_open and self.chooser.may_stop(at):
-            self.wait(lambda: True, f"its turn at a {at}")
+            self.wait(lambda: True, f"its turn at a {at}", stops=True)
 
     def check(self) -> None:
         """End the running thread if its rank has died."""
@@ -716,6 +727,10 @@ def virtually() -> Iterator[None]:
     threads = SimpleNamespace(Thread=thread, Condition=lambda: _Condition())
     system = SimpleNamespace(environ={}, getpid=lambda: _now.world.process(_now.world.rank))
     with ExitStack() as stack:
+        if gc.isenabled():
+            # It would free graphs, and so end visits, in whichever rank it happens to run.
+            gc.disable()
+            stack.callback(gc.enable)
 
         def put(owner: Any, **values: Any) -> None:
             stack.enter_context(mock.patch.multiple(owner, **values))
