@@ -16,6 +16,7 @@ change, and what has not arrived is not read (it holds NaN).
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import sys
 import threading
@@ -51,6 +52,9 @@ LIMIT = 25.0
 
 _FIRST_PROCESS = 5000
 
+_RUNS_BETWEEN_COLLECTIONS = 50
+_runs = itertools.count(1)
+
 _now = SimpleNamespace(world=None)
 """The world that runs."""
 
@@ -70,11 +74,11 @@ class _Stopped(BaseException):
 class Chooser(Protocol):
     """Who goes on, and what goes wrong."""
 
-    def choose(self, runs: int, faults: int, state: Hashable) -> int:
-        """One of ``runs`` ranks that can go on, or after them one of ``faults``; ``state`` tells of the whole world."""
+    def choose(self, runs: int, faults: int, state: Callable[[], Hashable]) -> int:
+        """One of ``runs`` threads that can go on, or after them one of ``faults``; ``state`` tells all of the world."""
 
     def may_stop(self, at: str) -> bool:
-        """Whether a rank gives way where it has nothing to wait for, at a "look", a "write" or a "post"."""
+        """Whether a rank gives way where it need not: at a "look", a "write", a "post", or a wait that is "ready"."""
 
 
 @dataclass(eq=False)
@@ -82,7 +86,8 @@ class _Actor:
     """A thread of a rank's: its main one, or a server.
 
     Attributes:
-        ready: whether it can go on.
+        ready: whether it can go on; what has come does not go again.
+        able: whether it was so once.
         waits_for: what it waits for, in words.
         history: of all that it has seen; the same history, the same state.
     """
@@ -92,6 +97,7 @@ class _Actor:
     main: bool
     baton: Any = field(default_factory=threading.Lock)
     ready: Callable[[], bool] = lambda: True
+    able: bool = True
     waits_for: str = "its start"
     history: int = 0
     ended: bool = False
@@ -176,6 +182,8 @@ class World:
             self.start(rank, f"rank {rank}", lambda rank=rank: function(rank), main=True)
         ranks = list(self.actors)
         _now.world = self
+        if next(_runs) % _RUNS_BETWEEN_COLLECTIONS == 0:
+            gc.collect()
         self._pass_on(self._decide())
         self._over.acquire()
         self.stopping = True
@@ -216,8 +224,12 @@ class World:
 
     # --- who goes on
 
-    def wait(self, ready: Callable[[], bool], waits_for: str, limit: float | None = None) -> None:
+    def wait(
+        self, ready: Callable[[], bool], waits_for: str, limit: float | None = None, *, stops: bool = False
+    ) -> None:
         """Give way until ``ready``, and until the running thread is chosen again. Without a ``limit`` for ever.
+
+        Where it is ready already, the chooser says whether to stop, unless it ``stops`` at any rate.
 
         Raises:
             RuntimeError: as gloo and mailboxes do when the time is up.
@@ -225,8 +237,9 @@ class World:
         self.check()
         me = self.current
         assert me is not None
-        if limit is None or (limit >= LIMIT and self.rank not in self.late):
-            me.ready, me.waits_for = ready, waits_for
+        may_wait = limit is None or (limit >= LIMIT and self.rank not in self.late)
+        if may_wait and (stops or self.chooser.may_stop("ready") or not ready()):
+            me.ready, me.able, me.waits_for = ready, False, waits_for
             chosen = self._decide()
             if chosen is me:
                 self.current = me
@@ -259,7 +272,7 @@ class World:
         """Let others go first, perhaps."""
         self.check()
         if self._is_open and self.chooser.may_stop(at):
-            self.wait(lambda: True, f"its turn at a {at}")
+            self.wait(lambda: True, f"its turn at a {at}", stops=True)
 
     def check(self) -> None:
         """End the running thread if its rank has died."""
@@ -268,7 +281,7 @@ class World:
 
     def choose_among(self, count: int) -> int:
         """One of ``count`` things that may happen to the running thread."""
-        chosen = 0 if count == 1 else self.chooser.choose(count, 0, (self._state(), "among"))
+        chosen = 0 if count == 1 else self.chooser.choose(count, 0, lambda: (self._state(), "among"))
         assert self.current is not None
         self.current.saw(chosen)
         return chosen
@@ -299,7 +312,7 @@ class World:
             faults = [(fault, actor) for fault in self.faults for actor in ranks]
             chosen = self.decisions % len(able) if self.quiet else 0
             if self._is_open and len(able) + len(faults) > 1:
-                chosen = self.chooser.choose(len(able), len(faults), self._state())
+                chosen = self.chooser.choose(len(able), len(faults), self._state)
             self.decisions += 1
             if chosen < len(able):
                 return able[chosen]
@@ -309,9 +322,11 @@ class World:
             return None
 
     def _is_able(self, actor: _Actor) -> bool:
-        # What it looks at is what its own process can read.
-        self.current = actor
-        return actor.ready()
+        if not actor.able:
+            # What it looks at is what its own process can read.
+            self.current = actor
+            actor.able = actor.ready()
+        return actor.able
 
     def _strike(self, fault: str, actor: _Actor) -> _Actor:
         self.faults = []
@@ -454,7 +469,7 @@ class _Send(_Message):
             self.delivered = True
             if self._is_slice:
                 self._world.laid[self.tensor.data_ptr()].check()
-            if _bytes(self.tensor) != self.snapshot:
+            if self._world.struck is None and _bytes(self.tensor) != self.snapshot:
                 raise self._world.race("a tensor changed while it was being sent")
             self.receive.arrive(self)
 
@@ -472,7 +487,7 @@ class _Receive(_Message):
         self.send.deliver()
 
     def arrive(self, send: _Send) -> None:
-        if _bytes(self.tensor) != self.poison:
+        if self._world.struck is None and _bytes(self.tensor) != self.poison:
             raise self._world.race("memory was written to while a message was to arrive there")
         ctypes.memmove(self.tensor.data_ptr(), send.tensor.data_ptr(), send.tensor.nbytes)
 
@@ -672,7 +687,7 @@ def virtually() -> Iterator[None]:
         make_fetch(self, tensor, *rest)
 
     def fetch_wait(self: Any, timeout: timedelta | None = None) -> None:
-        if _bytes(self._tensor) != self._poison:
+        if _now.world.struck is None and _bytes(self._tensor) != self._poison:
             raise _now.world.race("memory was written to while a message was to arrive there")
         take(self, timeout)
 
@@ -712,6 +727,10 @@ def virtually() -> Iterator[None]:
     threads = SimpleNamespace(Thread=thread, Condition=lambda: _Condition())
     system = SimpleNamespace(environ={}, getpid=lambda: _now.world.process(_now.world.rank))
     with ExitStack() as stack:
+        if gc.isenabled():
+            # It would free graphs, and so end visits, in whichever rank it happens to run.
+            gc.disable()
+            stack.callback(gc.enable)
 
         def put(owner: Any, **values: Any) -> None:
             stack.enter_context(mock.patch.multiple(owner, **values))
