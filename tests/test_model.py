@@ -131,7 +131,7 @@ class _GathersStayUnderWay(Versions):
         self.lay_out()
         self._axis.barrier()
         for bucket in self._buckets:
-            bucket.clear_shelves()
+            bucket.clear_shelf()
         self._number += 1
         self._is_laid_out = False
 

@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from unittest import mock
 
 import torch
@@ -380,6 +380,8 @@ class World:
 class Group:
     """One rank's end of a process group."""
 
+    _device_types: ClassVar = [torch.device("cpu")]
+
     def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self._place = ranks.index(rank)
@@ -409,7 +411,8 @@ class Mesh(DeviceMesh):
         }
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        return self._virtual[mesh_dim]  # type: ignore[index]
+        name = self.mesh_dim_names[mesh_dim] if isinstance(mesh_dim, int) else mesh_dim
+        return self._virtual[name]  # type: ignore[index]
 
 
 # --- messages over sockets

@@ -68,7 +68,8 @@ class Buffers:
     def __init__(self, model: nn.Module, mesh: Mesh, *, syncs: bool) -> None:
         self._model = model
         self._mesh = mesh
-        self._syncs = syncs and mesh.size > 1
+        # As DDP, which keeps to the buffers that are there when it is made. All ranks have the same ones then.
+        self._syncs = syncs and mesh.size > 1 and bool(_places(model))
         self._exchanges = 0
         self._differing: set[str] = set()
         self._sent: list[_Place] = []

@@ -200,6 +200,8 @@ class Engine:
         else:
             if self._in_backward:
                 self.recover()
+            # Before any message: others may wait for it while this rank waits for theirs.
+            self.versions.lay_out()
             if unit.scope is self.model and len(unit.passages) == 1:
                 self._begin_forward(recorded=visit is not None)
             if visit is None and self._records:
@@ -207,7 +209,6 @@ class Engine:
                 self._unrecorded += 1
             self.ledger.phase = "forward"
             self._visited.add(unit)
-            self.versions.lay_out()
             self._gather(unit, self._forward)
         unit.show_whole()
         args, kwargs = self._cast(args, kwargs, passage.edits)
