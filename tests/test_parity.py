@@ -222,12 +222,15 @@ def test_gradient_norm_is_the_same_at_every_stage_and_n(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_process_without_a_group_equals_twin_bitwise(stage: int) -> None:
-    """The same loop in plain ``python``: N = 1, nothing to join, nothing to round."""
+def test_one_process_without_a_group_equals_twin(stage: int) -> None:
+    """The same loop in plain ``python``: N = 1, nothing to join. Only the norm is summed in another order than torch's.
+
+    So the factor of the clip, and what is stepped by it, may differ in the last bit: on some processors it does.
+    """
     loop: Loop = (3, "adamw-fused", CLIP)
     run = run_ranks(1, lambda rank: _sharded(rank, 1, stage, "fp32", torch.float32, loop), group=False)[0]
     twin = _twins("fp32")[loop]
     assert run.losses == twin.losses
     assert run.norms == pytest.approx(twin.norms, rel=1e-6, abs=0)
     for name, expected in twin.weights.items():
-        torch.testing.assert_close(run.weights[name], expected, rtol=0, atol=1e-7)
+        torch.testing.assert_close(run.weights[name], expected, rtol=2**-22, atol=1e-7)
