@@ -25,7 +25,8 @@ from torch.optim import SGD
 
 import onecopy
 from onecopy.errors import CollectiveError
-from virtual import Mesh, World, virtually
+from virtual import Ranks, virtually
+from virtual_gloo import Mesh
 
 WIDTH = 2
 
@@ -147,13 +148,13 @@ def train_alone(plan: Plan) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def train(world: World, plan: Plan, on_shard: Callable[[nn.Module], None]) -> list[Tensor]:
+def train(world: Ranks, plan: Plan, on_shard: Callable[[nn.Module], None]) -> list[Tensor]:
     """The same on the rank that is running. Returns whole weights."""
     model = onecopy.shard(
         Routed(plan),
         plan.stage,
         units=[*(f"blocks.{block}" for block in range(plan.blocks)), "head"],
-        mesh=None if plan.shape is None else Mesh(world, plan.shape),
+        mesh=None if plan.shape is None else Mesh(world.gloo, plan.shape),
         accumulate=plan.accumulate,
         prefetch=plan.prefetch,
         bucket_bytes=plan.bucket_bytes,
@@ -176,7 +177,7 @@ def train(world: World, plan: Plan, on_shard: Callable[[nn.Module], None]) -> li
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _train_one(world: World, plan: Plan, number: int, model: nn.Module, optimizer: SGD) -> None:
+def _train_one(world: Ranks, plan: Plan, number: int, model: nn.Module, optimizer: SGD) -> None:
     """One micro-batch, and the step that may follow it."""
     visits = plan.visits[number - 1]
     visit, batch = visits[world.rank], _batch(number, world.rank)
@@ -239,7 +240,7 @@ def _try_again(plan: Plan, model: nn.Module, optimizer: SGD) -> None:
     raise AssertionError("a step went through without the rank that was lost")
 
 
-def run(plan: Plan, world: World, on_shard: Callable[[nn.Module], None] = lambda _: None) -> None:
+def run(plan: Plan, world: Ranks, on_shard: Callable[[nn.Module], None] = lambda _: None) -> None:
     """Train ``plan`` in ``world``.
 
     Raises:
@@ -258,7 +259,7 @@ def run(plan: Plan, world: World, on_shard: Callable[[nn.Module], None] = lambda
                 assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5), f"{rank.name}: {found} is not {wanted}"
 
 
-def _after(world: World) -> str:
+def _after(world: Ranks) -> str:
     return f" after: {world.struck}" if world.struck else ""
 
 
@@ -317,7 +318,7 @@ def explore(
     with virtually():
         while left:
             explorer = _Explorer(left.pop(), seen, stops)
-            world = World(plan.machines, explorer, faults=faults, quiet=True)
+            world = Ranks(plan.machines, explorer, faults=faults, quiet=True)
             try:
                 run(plan, world, on_shard)
             except _Seen:
@@ -410,7 +411,7 @@ def run_at_random(number: int) -> str:
     r = random.Random(number)
     plan = random_plan(r)
     faults = r.choice([(), (), (), ("death",), ("time-out",)])
-    world = World(
+    world = Ranks(
         plan.machines, _Dice(r, int(r.expovariate(1 / 60)) if faults else None), faults=faults, eager=r.random() < 0.5
     )
     try:

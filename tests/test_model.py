@@ -21,7 +21,8 @@ from onecopy.sharding.unit import Unit
 from onecopy.sharding.versions import Versions
 from ranks import run_ranks
 from schedules import AT_NEED, EVERYWHERE, MEMORY, SOCKETS, Plan, Visit, explore, run_at_random
-from virtual import Deadlock, Race, World, virtually
+from virtual import Ranks, virtually
+from virtual_world import Deadlock, Race
 
 ALL = Visit((0,))
 
@@ -197,7 +198,7 @@ BROKEN: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Plan, Sequenc
         "nan",
     ),
     "nobody notices a death": (
-        lambda: mock.patch.object(World, "can_read", return_value=True),
+        lambda: mock.patch.object(Ranks, "can_read", return_value=True),
         _one_skips(3, MEMORY),
         ("death",),
         Deadlock,
