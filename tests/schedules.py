@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,39 +166,26 @@ def train(world: Ranks, plan: Plan, on_shard: Callable[[nn.Module], None]) -> li
         _train_one(world, plan, number, model, optimizer)
     with world.open_part():
         for number in numbers[plan.quiet :]:
-            try:
-                _train_one(world, plan, number, model, optimizer)
-            except CollectiveError:
-                if world.struck is not None:
-                    world.went_on = True
-                    _try_again(plan, model, optimizer)
-                raise
+            _train_one(world, plan, number, model, optimizer)
     with onecopy.gathered(model):
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def _train_one(world: Ranks, plan: Plan, number: int, model: nn.Module, optimizer: SGD) -> None:
-    """One micro-batch, and the step that may follow it."""
-    visits = plan.visits[number - 1]
-    visit, batch = visits[world.rank], _batch(number, world.rank)
-    fails = any(visit.fails for visit in visits)
-    _evaluate(model, batch, visit.evaluates)
-    if visit.breaks:
-        with suppress(ArithmeticError):
-            model(batch, visit)
-        visit = replace(visit, breaks=False)
-    if visit.again:
-        model(batch, visit)
+    """One micro-batch, and the step that may follow it. Who is told of a lost rank does not give up at once."""
+    fails = any(visit.fails for visit in plan.visits[number - 1])
     try:
-        model(batch, visit).backward()
-    except ArithmeticError:
-        assert visit.fails
+        _pass(world, plan, number, model)
     except CollectiveError:
-        if world.struck is not None or not fails:
+        if world.struck is None and fails:
+            # Of another rank's backward that has failed, and all know it.
+            optimizer.zero_grad()
+            return
+        if world.struck is None or fails or plan.accumulate > 1:
             raise
-    else:
-        assert not fails, "a rank's backward failed and this rank did not hear of it"
-    _evaluate(model, batch, visit.looks_back)
+        world.went_on = True
+        optimizer.zero_grad()
+        _pass(world, plan, number, model)
     if fails:
         optimizer.zero_grad()
     elif number % plan.accumulate == 0:
@@ -206,6 +193,23 @@ def _train_one(world: Ranks, plan: Plan, number: int, model: nn.Module, optimize
         if plan.edits:
             with onecopy.gathered(model, write=True):
                 _edit(plan, model)
+
+
+def _pass(world: Ranks, plan: Plan, number: int, model: nn.Module) -> None:
+    """Forwards and a backward."""
+    visits = plan.visits[number - 1]
+    visit, batch = visits[world.rank], _batch(number, world.rank)
+    _evaluate(model, batch, visit.evaluates)
+    if visit.breaks:
+        with suppress(ArithmeticError):
+            model(batch, visit)
+        visit = replace(visit, breaks=False)
+    if visit.again:
+        model(batch, visit)
+    with suppress(ArithmeticError) if visit.fails else nullcontext():
+        model(batch, visit).backward()
+        assert not any(v.fails for v in visits), "a rank's backward failed and this rank did not hear of it"
+    _evaluate(model, batch, visit.looks_back)
 
 
 def _step(plan: Plan, model: nn.Module, optimizer: SGD) -> None:
@@ -226,18 +230,6 @@ def _edit(plan: Plan, model: nn.Module) -> None:
 def _evaluate(model: nn.Module, batch: Tensor, routes: Sequence[tuple[int, ...]]) -> None:
     for route in routes:
         model(batch, Visit(route))
-
-
-def _try_again(plan: Plan, model: nn.Module, optimizer: SGD) -> None:
-    """Who goes on after a rank was lost is told again."""
-    try:
-        optimizer.zero_grad()
-        for _ in range(plan.accumulate):
-            model(_batch(0, 0), Visit(tuple(range(plan.blocks)))).backward()
-        optimizer.step()
-    except CollectiveError:
-        return
-    raise AssertionError("a step went through without the rank that was lost")
 
 
 def run(plan: Plan, world: Ranks, on_shard: Callable[[nn.Module], None] = lambda _: None) -> None:

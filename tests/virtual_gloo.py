@@ -122,7 +122,10 @@ class _Message:
 
     def _wait(self, is_there: Callable[[], bool], timeout: timedelta | None) -> None:
         limit = LIMIT if timeout is None else timeout.total_seconds()
-        self._world.wait(lambda: is_there() or self._is_cut, self._what, limit)
+        if not self._world.wait(lambda: is_there() or self._is_cut, self._what, limit):
+            # gloo closes all connections of whoever loses patience.
+            self._world.cut.add(self.rank)
+            raise RuntimeError(f"Timed out waiting {1000 * limit:.0f}ms for an operation to complete")
         if not is_there():
             raise RuntimeError("Connection closed by peer")
 
@@ -246,7 +249,9 @@ class Dist:
         def is_cut() -> bool:
             return bool(world.cut & set(ranks)) or bool(world.dead & set(ranks))
 
-        world.wait(lambda: is_there() or is_cut(), "objects of all ranks", LIMIT)
+        if not world.wait(lambda: is_there() or is_cut(), "objects of all ranks", LIMIT):
+            world.cut.add(world.rank)
+            raise RuntimeError("Timed out waiting for objects")
         if not is_there():
             raise RuntimeError("Connection closed by peer")
         objects[:] = [objects_of[ranks, peer, call] for peer in ranks]

@@ -107,8 +107,8 @@ class World:
         self.dead: set[int] = set()
         self.cut: set[int] = set()
         """Ranks whose sockets are closed."""
-        self.late: set[int] = set()
-        """Ranks whose every wait runs out."""
+        self._late: set[int] = set()
+        """Ranks whose wait runs out."""
         self.went_on = False
         """A rank that was told of a lost one goes on: others may wait for what it has given up, until time is up."""
         self.failure: BaseException | None = None
@@ -184,14 +184,13 @@ class World:
 
         Where it is ready already, the chooser says whether to stop, unless it ``stops`` at any rate.
 
-        Raises:
-            RuntimeError: as gloo and mailboxes do when the time is up.
+        Returns:
+            Whether it is ready; else the time is up.
         """
         self.check()
         me = self.current
         assert me is not None
-        may_wait = limit is None or (limit >= LIMIT and self.rank not in self.late)
-        if may_wait and (stops or self.chooser.may_stop("ready") or not ready()):
+        if (limit is None or limit >= LIMIT) and (stops or self.chooser.may_stop("ready") or not ready()):
             me.ready, me.able, me.waits_for = ready, False, waits_for
             chosen = self._decide()
             if chosen is me:
@@ -200,10 +199,11 @@ class World:
                 self._pass_on(chosen)
                 me.baton.acquire()
             self.check()
-        is_late = limit is not None and (limit < LIMIT or self.rank in self.late) and not ready()
-        me.saw(is_late, *self.dead, "cut", *self.cut, "late", *self.late)
-        if is_late:
-            raise RuntimeError(f"timed out: {waits_for} for {limit:.1f} s")
+        is_ready = limit is None or ready()
+        me.saw(is_ready, *self.dead, "cut", *self.cut)
+        if me.main:
+            self._late.discard(self.rank)
+        return is_ready
 
     @contextmanager
     def open_part(self) -> Iterator[None]:
@@ -258,7 +258,7 @@ class World:
         try:
             able = [actor for actor in alive if self._is_able(actor)]
             if not able and self.went_on:
-                self.late.add(ranks[0].rank)
+                self._late.add(ranks[0].rank)
                 return ranks[0]
             if not able:
                 raise Deadlock(self._describe(ranks))
@@ -288,9 +288,7 @@ class World:
         if fault == "death":
             self.dead.add(actor.rank)
         else:
-            self.late.add(actor.rank)
-            # gloo closes all connections of whoever loses patience.
-            self.cut.add(actor.rank)
+            self._late.add(actor.rank)
         return actor
 
     def _describe(self, ranks: Sequence[_Actor]) -> str:
