@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from torch.optim import SGD
 
 import onecopy
 from onecopy.errors import CollectiveError
-from virtual import Mesh, World, virtually
+from virtual import Ranks, virtually
+from virtual_gloo import Mesh
 
 WIDTH = 2
 
@@ -147,13 +148,13 @@ def train_alone(plan: Plan) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def train(world: World, plan: Plan, on_shard: Callable[[nn.Module], None]) -> list[Tensor]:
+def train(world: Ranks, plan: Plan, on_shard: Callable[[nn.Module], None]) -> list[Tensor]:
     """The same on the rank that is running. Returns whole weights."""
     model = onecopy.shard(
         Routed(plan),
         plan.stage,
         units=[*(f"blocks.{block}" for block in range(plan.blocks)), "head"],
-        mesh=None if plan.shape is None else Mesh(world, plan.shape),
+        mesh=None if plan.shape is None else Mesh(world.gloo, plan.shape),
         accumulate=plan.accumulate,
         prefetch=plan.prefetch,
         bucket_bytes=plan.bucket_bytes,
@@ -165,39 +166,26 @@ def train(world: World, plan: Plan, on_shard: Callable[[nn.Module], None]) -> li
         _train_one(world, plan, number, model, optimizer)
     with world.open_part():
         for number in numbers[plan.quiet :]:
-            try:
-                _train_one(world, plan, number, model, optimizer)
-            except CollectiveError:
-                if world.struck is not None:
-                    world.went_on = True
-                    _try_again(plan, model, optimizer)
-                raise
+            _train_one(world, plan, number, model, optimizer)
     with onecopy.gathered(model):
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _train_one(world: World, plan: Plan, number: int, model: nn.Module, optimizer: SGD) -> None:
-    """One micro-batch, and the step that may follow it."""
-    visits = plan.visits[number - 1]
-    visit, batch = visits[world.rank], _batch(number, world.rank)
-    fails = any(visit.fails for visit in visits)
-    _evaluate(model, batch, visit.evaluates)
-    if visit.breaks:
-        with suppress(ArithmeticError):
-            model(batch, visit)
-        visit = replace(visit, breaks=False)
-    if visit.again:
-        model(batch, visit)
+def _train_one(world: Ranks, plan: Plan, number: int, model: nn.Module, optimizer: SGD) -> None:
+    """One micro-batch, and the step that may follow it. Who is told of a lost rank does not give up at once."""
+    fails = any(visit.fails for visit in plan.visits[number - 1])
     try:
-        model(batch, visit).backward()
-    except ArithmeticError:
-        assert visit.fails
+        _pass(world, plan, number, model)
     except CollectiveError:
-        if world.struck is not None or not fails:
+        if world.struck is None and fails:
+            # Of another rank's backward that has failed, and all know it.
+            optimizer.zero_grad()
+            return
+        if world.struck is None or fails or plan.accumulate > 1:
             raise
-    else:
-        assert not fails, "a rank's backward failed and this rank did not hear of it"
-    _evaluate(model, batch, visit.looks_back)
+        world.went_on = True
+        optimizer.zero_grad()
+        _pass(world, plan, number, model)
     if fails:
         optimizer.zero_grad()
     elif number % plan.accumulate == 0:
@@ -205,6 +193,23 @@ def _train_one(world: World, plan: Plan, number: int, model: nn.Module, optimize
         if plan.edits:
             with onecopy.gathered(model, write=True):
                 _edit(plan, model)
+
+
+def _pass(world: Ranks, plan: Plan, number: int, model: nn.Module) -> None:
+    """Forwards and a backward."""
+    visits = plan.visits[number - 1]
+    visit, batch = visits[world.rank], _batch(number, world.rank)
+    _evaluate(model, batch, visit.evaluates)
+    if visit.breaks:
+        with suppress(ArithmeticError):
+            model(batch, visit)
+        visit = replace(visit, breaks=False)
+    if visit.again:
+        model(batch, visit)
+    with suppress(ArithmeticError) if visit.fails else nullcontext():
+        model(batch, visit).backward()
+        assert not any(v.fails for v in visits), "a rank's backward failed and this rank did not hear of it"
+    _evaluate(model, batch, visit.looks_back)
 
 
 def _step(plan: Plan, model: nn.Module, optimizer: SGD) -> None:
@@ -227,19 +232,7 @@ def _evaluate(model: nn.Module, batch: Tensor, routes: Sequence[tuple[int, ...]]
         model(batch, Visit(route))
 
 
-def _try_again(plan: Plan, model: nn.Module, optimizer: SGD) -> None:
-    """Who goes on after a rank was lost is told again."""
-    try:
-        optimizer.zero_grad()
-        for _ in range(plan.accumulate):
-            model(_batch(0, 0), Visit(tuple(range(plan.blocks)))).backward()
-        optimizer.step()
-    except CollectiveError:
-        return
-    raise AssertionError("a step went through without the rank that was lost")
-
-
-def run(plan: Plan, world: World, on_shard: Callable[[nn.Module], None] = lambda _: None) -> None:
+def run(plan: Plan, world: Ranks, on_shard: Callable[[nn.Module], None] = lambda _: None) -> None:
     """Train ``plan`` in ``world``.
 
     Raises:
@@ -258,7 +251,7 @@ def run(plan: Plan, world: World, on_shard: Callable[[nn.Module], None] = lambda
                 assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-5), f"{rank.name}: {found} is not {wanted}"
 
 
-def _after(world: World) -> str:
+def _after(world: Ranks) -> str:
     return f" after: {world.struck}" if world.struck else ""
 
 
@@ -317,7 +310,7 @@ def explore(
     with virtually():
         while left:
             explorer = _Explorer(left.pop(), seen, stops)
-            world = World(plan.machines, explorer, faults=faults, quiet=True)
+            world = Ranks(plan.machines, explorer, faults=faults, quiet=True)
             try:
                 run(plan, world, on_shard)
             except _Seen:
@@ -410,7 +403,7 @@ def run_at_random(number: int) -> str:
     r = random.Random(number)
     plan = random_plan(r)
     faults = r.choice([(), (), (), ("death",), ("time-out",)])
-    world = World(
+    world = Ranks(
         plan.machines, _Dice(r, int(r.expovariate(1 / 60)) if faults else None), faults=faults, eager=r.random() < 0.5
     )
     try:

@@ -381,8 +381,10 @@ class Bucket:
     def finish_gather(self) -> None:
         """Wait until a gather that was begun is complete."""
         if self._gathering is not None:
-            self._gathering.finish()
-            self._gathering = None
+            gathering, self._gathering = self._gathering, None
+            # Where it fails, what has come is not whole.
+            self.state = State.SLICED
+            gathering.finish()
             self.state = State.WHOLE
 
     def _poison(self) -> None:
