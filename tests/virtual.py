@@ -57,7 +57,6 @@ class Ranks(World):
     def __init__(self, machines: Sequence[int], chooser: Chooser, *, eager: bool = True, **settings: Any) -> None:
         super().__init__(len(machines), chooser, **settings)
         # Kept for peers that may look at any time; those of an earlier run have ended.
-        shelf._cards.clear()
         cross_memory._boards.clear()
         self.machines = tuple(machines)
         self.gloo = Gloo(self, eager=eager, on_delivery=self._delivers)
@@ -242,7 +241,7 @@ def virtually() -> Iterator[None]:
         put(cross_memory.Fetch, __init__=fetch, wait=fetch_wait, has_come=looked(fetch_has_come))
         put(mailbox, patiently=_look_once)
         put(mailbox.Mailbox, wait=wait_for_note)
-        put(shelf, patiently=_look_once, _cards=[])
+        put(shelf, patiently=_look_once)
         put(shelf._Read, wait=wait_to_read)
         put(shelf.Shelf, lay=lay_out, clear=clear_away)
         put(versions.Versions, before_write=begin_write)

@@ -25,8 +25,8 @@ _REQUEST_TAG: Final = (1 << 24) - 8
 _REPLY_TAGS: Final = 1 << 28
 """Answers' tags begin here, above those of collectives."""
 
-_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""In which slices may be asked for."""
+_DTYPES: Final = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
+"""In which slices may be asked for; a request names one by its place here, which is the same on every rank."""
 
 _REPLIES: Final = 1 << 24
 _FOR_EVER: Final = timedelta(days=365)
@@ -47,14 +47,15 @@ class Server:
         self._group = weakref.ref(group)
         self._place = place
         self._ranks = ranks
-        self._laid: dict[int, tuple[int, Tensor]] = {}
+        # Weak, or a model that was dropped would keep its slices here.
+        self._laid: dict[int, tuple[int, weakref.ref[Tensor]]] = {}
         self._changed = threading.Condition()
         self._replies = itertools.count()
         threading.Thread(target=self._serve, name="onecopy-server", daemon=True).start()
 
     def lay(self, number: int, tensor: Tensor, version: int) -> None:
         with self._changed:
-            self._laid[number] = (version, tensor)
+            self._laid[number] = (version, weakref.ref(tensor))
             self._changed.notify_all()
 
     def clear(self, number: int) -> None:
@@ -95,12 +96,18 @@ class Server:
             return
 
     def _wait_for(self, number: int, version: int) -> Tensor:
+        found: Tensor | None = None
+
         def is_there() -> bool:
-            return number in self._laid and self._laid[number][0] == version
+            nonlocal found
+            laid, tensor = self._laid.get(number, (0, None))
+            found = tensor() if tensor is not None and laid == version else None
+            return found is not None
 
         with self._changed:
             self._changed.wait_for(is_there)
-            return self._laid[number][1]
+        assert found is not None
+        return found
 
 
 class _Asked:

@@ -13,6 +13,7 @@ Who may change a laid-out tensor, and when, is decided by `sharding/versions.py`
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
@@ -28,13 +29,27 @@ from onecopy.comm.serving import Server
 from onecopy.comm.transport import Peers
 
 _VERSION, _ADDRESS, _NBYTES = range(3)
-_Card = ctypes.c_int64 * 3
+_FIELDS: Final = 3
+_Card = ctypes.c_int64 * _FIELDS
 """What neighbours read first: which version lies where. The version is written last."""
 
 _NUMBER: Final = 8
 
-_cards: Final[list[ctypes.Array[ctypes.c_int64]]] = []
-"""Kept as long as the process lives, as a peer may look at any time."""
+_CARDS: Final = 4096
+"""Cards in a sheet."""
+
+_sheets: Final[list[ctypes.Array[ctypes.c_int64]]] = []
+"""Kept as long as the process lives, as a peer may look at any time. No card is used twice."""
+
+_number_of_cards = itertools.count()
+
+
+def _new_card() -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    """A sheet, and where the card begins on it."""
+    sheet, place = divmod(next(_number_of_cards), _CARDS)
+    if sheet == len(_sheets):
+        _sheets.append((ctypes.c_int64 * (_FIELDS * _CARDS))())
+    return _sheets[sheet], _FIELDS * place
 
 
 class Shelf:
@@ -57,14 +72,13 @@ class Shelf:
         self._peers = peers
         self._number = number
         self._server = server
-        self._card = _Card()
+        self._sheet, self._place = _new_card()
         self._addresses: dict[int, int] = {}
-        _cards.append(self._card)
 
     @property
     def address(self) -> int:
         """Where neighbours find this rank's card."""
-        return ctypes.addressof(self._card)
+        return ctypes.addressof(self._sheet) + self._place * _NUMBER
 
     def connect(self, addresses: Sequence[int]) -> None:
         """Learn the cards' addresses, in order of places."""
@@ -73,9 +87,9 @@ class Shelf:
     def lay(self, tensor: Tensor, version: int) -> None:
         """Lay the contiguous ``tensor`` out. It must not change until no rank reads ``version`` any more."""
         self.laid = tensor
-        self._card[_ADDRESS] = tensor.data_ptr()
-        self._card[_NBYTES] = tensor.nbytes
-        self._card[_VERSION] = version
+        self._sheet[self._place + _ADDRESS] = tensor.data_ptr()
+        self._sheet[self._place + _NBYTES] = tensor.nbytes
+        self._sheet[self._place + _VERSION] = version
         if self._server is not None:
             self._server.lay(self._number, tensor, version)
 

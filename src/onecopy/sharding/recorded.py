@@ -22,17 +22,19 @@ from onecopy.sharding.sliced import SlicedTensor, Slicing
 
 aten = torch.ops.aten
 
-_MESHES: WeakKeyDictionary[Axis, Mesh] = WeakKeyDictionary()
+_MESHES: WeakKeyDictionary[Axis, tuple[tuple[Axis, ...], Axis]] = WeakKeyDictionary()
 
 
 def remember_mesh(mesh: Mesh) -> None:
     """Know ``mesh`` again by its shard axis, which is all that a slice knows of it."""
-    _MESHES[mesh.shard] = mesh
+    # Not the mesh itself, which holds the key.
+    _MESHES[mesh.shard] = (mesh.replicate, mesh.tensor)
 
 
 def mesh_of(slicing: Slicing) -> Mesh:
     """The mesh over which a slice's model is sharded."""
-    return _MESHES[slicing.axis]
+    replicate, tensor = _MESHES[slicing.axis]
+    return Mesh(slicing.axis, replicate, tensor)
 
 
 def record(value: Tensor, source: SlicedTensor) -> Tensor:

@@ -47,7 +47,8 @@ def _on_module(holder: nn.Module, name: str, module: nn.Module | None) -> None:
                 inner = ".".join(filter(None, (_path_of(model, holder), name, path, attribute)))
                 raise UsageError(
                     f"parameter {inner!r} would come into the model after onecopy.shard, and would not be averaged "
-                    f"over ranks: add, replace and resize modules before."
+                    f"over ranks: add and replace modules, and resize embeddings (model.resize_token_embeddings), "
+                    f"before onecopy.shard."
                 )
         _guarded[part] = reference
 
@@ -75,7 +76,8 @@ def _on_parameter(holder: nn.Module, name: str, parameter: Tensor | None) -> Non
         )
     raise UsageError(
         f"parameter {path!r} cannot be replaced after onecopy.shard (load_state_dict(assign=True) does that too): edit "
-        f"it in place inside `with onecopy.gathered(model, write=True):`, or load without assign."
+        f"it in place inside `with onecopy.gathered(model, write=True):`, or load without assign. Resize embeddings "
+        f"(model.resize_token_embeddings) before onecopy.shard."
     )
 
 
