@@ -237,10 +237,6 @@ def _new_weight(model: nn.Module) -> None:
     model.head.weight = nn.Parameter(torch.zeros(3, 10))
 
 
-def _assigned_state(model: nn.Module) -> None:
-    model.load_state_dict(_stack().state_dict(), assign=True)
-
-
 def _new_module(model: nn.Module) -> None:
     model.head = nn.Linear(10, 3)
 
@@ -258,7 +254,6 @@ def _new_parameter(model: nn.Module) -> None:
     "change, words",
     [
         (_new_weight, r"head\.weight.*gathered"),
-        (_assigned_state, r"blocks\.0\.0\.weight.*without assign"),
         (_new_module, r"head\.weight.*before"),
         (_new_module_in_a_list, r"blocks\.3\.1\.0\.weight.*before"),
         (_new_parameter, r"blocks\.1\.scale.*before"),
@@ -280,6 +275,22 @@ def test_a_parameter_that_comes_after_sharding_is_named_where_it_comes(
         with onecopy.gathered(model, write=True), pytest.raises((UsageError, RuntimeError), match=words):
             change(model)
         assert {name: id(p) for name, p in model.named_parameters()} == before
+        _step(model, rank, 2)
+
+    run_ranks(2, run)
+
+
+@STAGES
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_state_that_is_assigned_is_copied_into_the_slices(device: str, stage: int) -> None:
+    """load_state_dict(assign=True): parameters stay the slices that they are, with the values of the whole tensors."""
+
+    def run(rank: int) -> None:
+        with torch.device(device):
+            model = onecopy.shard(Stack(), stage)
+        model.load_state_dict(_stack().state_dict(), assign=True)
+        assert all(isinstance(parameter, onecopy.SlicedTensor) for parameter in model.parameters())
+        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
         _step(model, rank, 2)
 
     run_ranks(2, run)
