@@ -145,6 +145,34 @@ def _plain_stack_bytes(layers: int, width: int) -> int:
     return sum(p.numel() for p in Stack(width, layers).parameters()) * 4
 
 
+def test_two_thousand_steps_leave_no_object_behind() -> None:
+    """Where all parameters lie in units below the root, so that nothing is gathered for the root itself."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 3, units=["0", "1"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def steps(number: int) -> tuple[int, ...]:
+            for _ in range(number):
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return _counts()
+
+        steps(10)
+        before = steps(10)
+        after = steps(2000)
+        assert after[:2] == before[:2]
+        assert abs(after[2] - before[2]) < 100
+
+    def apart(rank: int) -> None:
+        gc.collect()
+        gc.freeze()
+        run(rank)
+
+    run_ranks(1, apart, group=False)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_stage_3_holds_its_slices_alone_between_steps(num_ranks: int) -> None:
     """Closed form: 4Ψ/N of parameters; with gradients and momentum 3 · 4Ψ/N; Ψ padded. Plus a batch and scalars."""
