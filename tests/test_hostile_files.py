@@ -164,6 +164,8 @@ JOB: dict[str, Any] = {"aliases": {}, "objects": {}}
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     # names
     "an absolute asset": (_lists("asset-/tmp/onecopy-hostile"), "is not one beside it"),
+    "an asset that forges lines": (_lists("asset-a\x1b[31mb\nFAKE"), "would forge lines"),
+    "an asset of half a character": (_lists("asset-\ud800"), "half a character"),
     "an asset above": (_lists("asset-../../private"), "is not one beside it"),
     "an asset with a backslash": (_lists("asset-..\\private"), "is not one beside it"),
     "a file above": (_lists("../../private"), "is not one beside it"),

@@ -30,6 +30,7 @@ DEEPEST: Final = 64
 
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _BRACKET: Final = re.compile(rb"[\[\]{}]")
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LONGEST_REASON: Final = 300
 
@@ -48,6 +49,8 @@ def plain_name(name: object) -> str:
         raise Refused(f"it names a file {shorten(repr(name))}, which is no name")
     if name in (".", "..") or any(character in name for character in "/\\\0"):
         raise Refused(f"it names a file {name!r}, which is not one beside it")
+    if _CONTROL.search(name):
+        raise Refused(f"it names a file {name!r}, which would forge lines of a terminal")
     return name
 
 
@@ -109,7 +112,7 @@ def parse_json(content: bytes) -> Any:
     """What JSON says.
 
     Raises:
-        Refused: if it is not UTF-8, not JSON, or deeper than `DEEPEST`.
+        Refused: if it is not UTF-8, not JSON, deeper than `DEEPEST`, or holds half a surrogate pair.
     """
     depth = 0
     for bracket in _BRACKET.finditer(_STRING.sub(b'""', content)):
@@ -117,9 +120,15 @@ def parse_json(content: bytes) -> Any:
         if depth > DEEPEST:
             raise Refused(f"its lists and tables are more than {DEEPEST} levels deep")
     try:
-        return json.loads(content)
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise Refused(f"it is not JSON: {reason(error)}") from None
+    if _SURROGATE.search(content):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Refused("it holds half a character, which can be neither written nor shown") from None
+    return found
 
 
 def walk(value: Any) -> Iterator[Any]:

@@ -72,9 +72,12 @@ def export(
         assets: files to add, or to put in place of those that were saved: config.json, a tokenizer's.
 
     Raises:
-        SettingsError: if ``out`` cannot be written.
+        SettingsError: if ``out`` cannot be written, or ``dtype`` is none that transformers loads.
         CheckpointError: if there is no whole checkpoint, or it holds the trainable parameters alone.
     """
+    if dtype is not None and dtype not in _NAMES:
+        expected = ", ".join(f"torch.{name}" for name in _NAMES.values())
+        raise SettingsError(f"dtype must be one of {expected}, or None for the masters' own; found {dtype!r}")
     target, group = Path(out), Group.current()
     group.finish_background()
     group.on_first("looking at where to export", lambda: _check_free(target))

@@ -77,8 +77,8 @@ def save(
     """
     if keep is not None and keep < 1:
         raise SettingsError(f"keep must be at least 1, the checkpoint being saved; found {keep}")
-    if step is not None and not 0 <= step < LARGEST:
-        raise SettingsError(f"step must be 0 or more, and below 2**53; found {step}")
+    if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < LARGEST):
+        raise SettingsError(f"step must be a whole number, 0 or more and below 2**53; found {step!r}")
     group = Group.current()
     group.finish_background()
     everything = name_tensors(model)
