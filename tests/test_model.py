@@ -85,7 +85,7 @@ def test_after_a_death_or_a_time_out_at_any_wait_every_rank_ends_with_a_named_er
         (_one_skips(3, MEMORY), time_out, ("write",)),
         (_one_skips(0, SOCKETS), death + time_out, AT_NEED),
     )
-    assert min(found) > 8, f"too few faults were tried: {found}"
+    assert min(found) > 5, f"too few faults were tried: {found}"
 
 
 def test_random_schedules_of_2_to_4_ranks_end_with_the_weights_of_one_process_or_a_named_error() -> None:
