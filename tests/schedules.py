@@ -5,8 +5,8 @@ once. `run_at_random` draws a plan, an order and a fault by number. `python test
 that many; tests/test_model.py a few. What ranks arrive at is held against one process that averages what each computes,
 as DDP defines it.
 
-A plain generator draws, and not hypothesis: a schedule needs hundreds of draws, made in whichever thread runs, and takes
-twice as long with hypothesis. A number alone brings a schedule back.
+A plain generator draws, and not hypothesis: a schedule needs hundreds of draws, made in whichever thread runs, and
+hypothesis doubles its time. Its number alone brings a schedule back.
 """
 
 from __future__ import annotations

@@ -61,11 +61,12 @@ def _explore(*calls: tuple[Plan, Sequence[str], Sequence[str]]) -> list[int]:
 
 def test_every_order_of_a_step_in_which_one_rank_skips_a_block_ends_with_the_weights_of_one_process() -> None:
     found = _explore(
-        *((_one_skips(stage, MEMORY), (), EVERYWHERE) for stage in range(4)),
+        *((_one_skips(stage, MEMORY), (), EVERYWHERE) for stage in (0, 3)),
+        *((_one_skips(stage, MEMORY), (), AT_NEED) for stage in (1, 2)),
         (_one_skips(0, SOCKETS), (), EVERYWHERE),
         *((_one_skips(stage, SOCKETS), (), AT_NEED) for stage in (1, 2, 3)),
     )
-    assert min(found) > 20, f"too few orders were tried: {found}"
+    assert min(found) > 10, f"too few orders were tried: {found}"
 
 
 def test_every_order_of_a_pass_that_leaves_the_agreed_one_ends_with_the_weights_of_one_process() -> None:
