@@ -4,6 +4,9 @@
 once. `run_at_random` draws a plan, an order and a fault by number. `python tests/schedules.py --schedules 100000` does
 that many; tests/test_model.py a few. What ranks arrive at is held against one process that averages what each computes,
 as DDP defines it.
+
+A plain generator draws, and not hypothesis: a schedule needs hundreds of draws, made in whichever thread runs, and
+hypothesis doubles its time. Its number alone brings a schedule back.
 """
 
 from __future__ import annotations
@@ -89,8 +92,9 @@ class Plan:
 MEMORY, SOCKETS = (0, 0), (0, 1)
 
 EVERYWHERE = ("ready", "look", "write")
+"""Where a rank gives way, beside waits for what has not come yet."""
 AT_NEED = ("look", "write")
-"""Where a rank gives way: not where what it waits for has come already, which leaves a fifth of the states."""
+"""The same, but not where what a rank waits for has come already: that leaves a fifth of the states."""
 
 
 class _Fails(torch.autograd.Function):
@@ -148,7 +152,7 @@ def train_alone(plan: Plan) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def train(world: Ranks, plan: Plan, on_shard: Callable[[nn.Module], None]) -> list[Tensor]:
+def train(world: Ranks, plan: Plan) -> list[Tensor]:
     """The same on the rank that is running. Returns whole weights."""
     model = onecopy.shard(
         Routed(plan),
@@ -159,7 +163,6 @@ def train(world: Ranks, plan: Plan, on_shard: Callable[[nn.Module], None]) -> li
         prefetch=plan.prefetch,
         bucket_bytes=plan.bucket_bytes,
     )
-    on_shard(model)
     optimizer = SGD(model.parameters(), lr=0.1)
     numbers = range(1, len(plan.visits) + 1)
     for number in numbers[: plan.quiet]:
@@ -232,14 +235,14 @@ def _evaluate(model: nn.Module, batch: Tensor, routes: Sequence[tuple[int, ...]]
         model(batch, Visit(route))
 
 
-def run(plan: Plan, world: Ranks, on_shard: Callable[[nn.Module], None] = lambda _: None) -> None:
+def run(plan: Plan, world: Ranks) -> None:
     """Train ``plan`` in ``world``.
 
     Raises:
         AssertionError: if ranks hang, race, arrive at other weights than one process does, or end without an error
             that names what happened when a fault struck one of them.
     """
-    ranks = world.run(lambda rank: train(world, plan, on_shard))
+    ranks = world.run(lambda rank: train(world, plan))
     unnamed = [rank for rank in ranks if rank.error is not None and not isinstance(rank.error, CollectiveError)]
     failed = unnamed or ([] if world.struck else [rank for rank in ranks if rank.error is not None])
     if failed:
@@ -295,14 +298,13 @@ def explore(
     *,
     faults: Sequence[str] = (),
     stops: Sequence[str] = EVERYWHERE,
-    on_shard: Callable[[nn.Module], None] = lambda _: None,
     most: int | None = None,
 ) -> tuple[int, int]:
     """Run ``plan`` in every order, with each fault at every wait. Returns how many states there were, and runs.
 
     Args:
         stops: where a rank gives way, beside waits for what has not come yet.
-        most: runs at most; then it must have been enough.
+        most: how many runs are allowed.
     """
     seen: set[Hashable] = set()
     left: list[list[tuple[int, int]]] = [[]]
@@ -312,7 +314,7 @@ def explore(
             explorer = _Explorer(left.pop(), seen, stops)
             world = Ranks(plan.machines, explorer, faults=faults, quiet=True)
             try:
-                run(plan, world, on_shard)
+                run(plan, world)
             except _Seen:
                 pass
             except AssertionError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.optim import AdamW
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
-from onecopy.errors import UsageError
+from onecopy.errors import CollectiveError, UsageError
 from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train, whole_weights
 from ranks import every_stage, run_ranks
 
@@ -151,6 +152,24 @@ def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage:
         _train(model, rank, num_ranks)
 
     run_ranks(num_ranks, run)
+
+
+def test_a_gather_that_fails_at_the_blocks_begin_leaves_the_model_sharded_and_in_use() -> None:
+    def run(rank: int) -> None:
+        plain, model = _stack(), onecopy.shard(_stack(), 3)
+        bucket = model._onecopy_engine.units[1].buckets[0]
+        lost = CollectiveError("on purpose")
+        with (
+            mock.patch.object(bucket, "gather_masters", side_effect=lost),
+            pytest.raises(CollectiveError, match="on purpose"),
+            onecopy.gathered(model),
+        ):
+            pass
+        assert all(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
+        batch = vector_batches(1)[0]
+        assert torch.equal(model(*batch), plain(*batch))
+
+    run_ranks(2, run)
 
 
 @every_stage
