@@ -258,7 +258,12 @@ def test_copies_are_written_once_and_the_work_is_shared(kind: str, tmp_path: Pat
 def _errors(rank: int, directory: Path) -> None:
     model = onecopy.shard(seeded(Stack), 1, accumulate=2)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    for settings, words in ({"keep": 0}, "keep must be at least 1"), ({"step": -1}, "step must be 0 or more"):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"step": -1}, "step must be a whole number, 0 or more"),
+        ({"step": 1.5}, "step must be a whole number, 0 or more"),
+    ]
+    for settings, words in wrong:
         with pytest.raises(SettingsError, match=words):
             onecopy.save(directory, model, **settings)
     with pytest.raises(UsageError, match="extra, or the state of the scheduler or scaler, holds a value"):
