@@ -12,7 +12,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
+
 from onecopy.comm.mesh import Axis
+from onecopy.comm.serving import Server
+from onecopy.errors import CollectiveError
 from onecopy.sharding import engine
 from onecopy.sharding.bucket import Bucket, State
 from onecopy.sharding.gradients import Gradients
@@ -96,6 +101,38 @@ def test_random_schedules_of_2_to_4_ranks_end_with_the_weights_of_one_process_or
 
     faults = run_ranks(1, run, group=False)[0]
     assert set(faults) == {"", "death", "time-out"}
+
+
+def test_a_server_goes_on_handing_out_slices_when_a_rank_that_asked_is_gone() -> None:
+    """Else the ranks that are left wait for each other, and not for the one that is gone."""
+
+    class First:
+        def choose(self, runs: int, faults: int, state: object) -> int:
+            return 0
+
+        def may_stop(self, at: str) -> bool:
+            return False
+
+    def run(_: int) -> Tensor:
+        world = Ranks((0, 1, 2), First())
+
+        def live(rank: int) -> Tensor:
+            server = Server(world.gloo.group(range(3)), rank, (0, 1, 2))
+            tensor = torch.full((2,), float(rank))
+            if rank == 1:
+                server.ask(0, 5, tensor, 1)
+                raise CollectiveError("it ends")
+            world.wait(lambda: 1 in world.dead, "rank 1 to end")
+            if rank == 0:
+                server.lay(5, tensor, 1)
+            else:
+                server.ask(0, 5, tensor, 1).wait()
+            return tensor
+
+        with virtually():
+            return world.run(live)[2].result
+
+    assert torch.equal(run_ranks(1, run, group=False)[0], torch.zeros(2))
 
 
 # --- broken on purpose

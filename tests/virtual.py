@@ -84,8 +84,8 @@ class Ranks(World):
         ctypes.memmove(into, address, nbytes)
 
     def _delivers(self, message: Send) -> None:
-        if message.tag >= serving._REPLY_TAGS:
-            self.laid[message.tensor.data_ptr()].check()
+        if message.tag >= serving._REPLY_TAGS and (laid := self.laid.get(message.tensor.data_ptr())) is not None:
+            laid.check()
 
 
 class _Laid:

@@ -234,7 +234,14 @@ class World:
 
     def choose_among(self, count: int) -> int:
         """One of ``count`` things that may happen to the running thread."""
-        chosen = 0 if count == 1 else self.chooser.choose(count, 0, lambda: (self._state(), "among"))
+        chosen = 0
+        if count > 1 and self._is_open:
+            try:
+                chosen = self.chooser.choose(count, 0, lambda: (self._state(), "among"))
+            except BaseException as error:
+                # Of the chooser's, which is none of the thread's.
+                self.failure = error
+                raise Stopped from error
         assert self.current is not None
         self.current.saw(chosen)
         return chosen

@@ -12,6 +12,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Final
 
@@ -86,13 +87,16 @@ class Server:
                 asked.wait(_FOR_EVER)
                 place, number, version, reply, dtype = request.tolist()
                 tensor = self._wait_for(number, version).to(_DTYPES[dtype])
-                sent = dist.isend(tensor, group=self._group(), group_dst=place, tag=reply)
-                assert sent is not None
-                under_way.append((sent, tensor))
+                # Who asked may be gone. Others still need what they ask for, to come where they notice it.
+                with suppress(RuntimeError):
+                    sent = dist.isend(tensor, group=self._group(), group_dst=place, tag=reply)
+                    assert sent is not None
+                    under_way.append((sent, tensor))
                 while len(under_way) >= len(self._ranks):
-                    under_way.popleft()[0].wait()
+                    with suppress(RuntimeError):
+                        under_way.popleft()[0].wait()
         except RuntimeError:
-            # A peer is gone. The main thread's own messages fail too, and say whose.
+            # No requests come any more. The main thread's own messages fail too, and say whose.
             return
 
     def _wait_for(self, number: int, version: int) -> Tensor:
