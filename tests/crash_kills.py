@@ -33,6 +33,7 @@ from torch import nn
 import onecopy
 import onecopy.checkpoint.load
 import onecopy.checkpoint.save
+from models import filled
 from onecopy.checkpoint.group import Group
 from onecopy.errors import CheckpointError, CollectiveError
 from oracle import gathered_weights
@@ -61,11 +62,7 @@ class Tally:
 
 
 def _model(value: float) -> nn.Module:
-    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return onecopy.shard(model, 3)
+    return onecopy.shard(filled(value), 3)
 
 
 def _save_until_killed(rank: int, place: Path, first: int, after: float | None, background: bool) -> None:

@@ -121,3 +121,24 @@ def vector_batches(count: int, rows: int = 12, width: int = 10, out: int = 3) ->
         (torch.randn(rows, width, generator=generator), torch.randn(rows, out, generator=generator))
         for _ in range(count)
     ]
+
+
+class FailsBackward(torch.autograd.Function):
+    """An identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ArithmeticError("on purpose")
+
+
+def filled(value: float) -> nn.Module:
+    """Two layers, every parameter of which is ``value``: what a checkpoint holds can be told by one look."""
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model

@@ -11,7 +11,6 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,24 +18,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import onecopy
-from models import seeded, vector_batches
+from models import FailsBackward, seeded, vector_batches
 from onecopy.errors import CollectiveError
 from oracle import assert_same_weights, gathered_weights, part, whole_weights
 from ranks import run_ranks
 
 BLOCKS = 5
-
-
-class _Fails(torch.autograd.Function):
-    """An identity whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
 
 
 class Plain(nn.Sequential):
@@ -93,7 +80,7 @@ class Routed(nn.Module):
                 raise ArithmeticError("on purpose")
             x = x + self.blocks[block](x)
             if visit.fails_in_backward == position:
-                x = _Fails.apply(x)
+                x = FailsBackward.apply(x)
         loss = F.mse_loss(self.head(x), y)
         return loss + 0.1 * sum(aside) if aside else loss
 

@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import onecopy
+from models import FailsBackward
 from onecopy.errors import CollectiveError
 from virtual import Ranks, virtually
 from virtual_gloo import Mesh
@@ -97,16 +97,6 @@ AT_NEED = ("look", "write")
 """The same, but not where what a rank waits for has come already: that leaves a fifth of the states."""
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
-
-
 class Routed(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -126,7 +116,7 @@ class Routed(nn.Module):
             if visit.breaks:
                 raise ArithmeticError("on purpose")
             if position == 0 and visit.fails:
-                x = _Fails.apply(x)
+                x = FailsBackward.apply(x)
         if visit.uses_head:
             x = self.head(x)
         return (x if self.scale is None else x * self.scale).square().mean()

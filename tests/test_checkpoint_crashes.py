@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import onecopy
+from models import filled
 from onecopy.checkpoint import metadata, storage
 from onecopy.checkpoint.group import Group
 from onecopy.errors import CheckpointError, CollectiveError, DamagedCheckpointError
@@ -30,11 +31,7 @@ from ranks import RankError, run_ranks
 
 
 def _model(value: float) -> nn.Module:
-    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return onecopy.shard(model, 3)
+    return onecopy.shard(filled(value), 3)
 
 
 def _save(rank: int, directory: Path, value: float, **settings: Any) -> None:

@@ -29,6 +29,13 @@ def test_random_plans_train_like_one_process(stage: int, num_ranks: int, transpo
     run_plans(list(range(first, first + 3)), num_ranks, stage, transport)
 
 
+def _step(*models: nn.Module) -> None:
+    for model in models:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class HeadAlone(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -52,10 +59,7 @@ def test_one_rank_skips_what_the_other_uses(stage: int, odd: int, transport: str
             for other in range(2):
                 (twin(*part(batch, other, 2), other != odd) / 2).backward()
             model(*part(batch, rank, 2), rank != odd).backward()
-            for trained in (twin, model):
-                optimizer = SGD(trained.parameters(), lr=0.1)
-                optimizer.step()
-                optimizer.zero_grad()
+            _step(twin, model)
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
     run_ranks(2, run, group_timeout=10, transport=transport)
@@ -84,10 +88,7 @@ def test_ranks_deviate_after_a_pass_that_all_shared(transport: str) -> None:
             for other in range(2):
                 (twin(*part(batch, other, 2), route[other]) / 2).backward()
             model(*part(batch, rank, 2), route[rank]).backward()
-            for trained in (twin, model):
-                optimizer = SGD(trained.parameters(), lr=0.1)
-                optimizer.step()
-                optimizer.zero_grad()
+            _step(twin, model)
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
     run_ranks(2, run, group_timeout=10, transport=transport)

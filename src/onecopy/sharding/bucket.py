@@ -256,8 +256,7 @@ class Bucket:
             UsageError: if whole parameters were written to meanwhile, which would be lost.
         """
         for entry in self.entries:
-            for module, attribute in entry.places:
-                module._parameters[attribute] = entry.shown
+            entry.put(entry.shown)
         if (writes := self._count_writes()) != self._writes:
             self._writes = writes
             raise UsageError(
@@ -276,8 +275,7 @@ class Bucket:
             # Others may freeze parameters for a while: a discriminator, adapters during a reference pass.
             if entry.whole.requires_grad is not (wanted := self.trainable and entry.shown.requires_grad):
                 entry.whole.requires_grad_(wanted)
-            for module, attribute in entry.places:
-                module._parameters[attribute] = entry.whole
+            entry.put(entry.whole)
 
     # --- values
 

@@ -477,7 +477,7 @@ class Engine:
 
     def _forget_interrupted(self) -> None:
         # The outermost last: it has seen what autocast was set to.
-        for unit in [*self.units[::-1], self._root]:
+        for unit in self.units[::-1]:
             for passage in [p for p in unit.passages[::-1] if not is_running(p.caller)]:
                 unit.passages.remove(passage)
                 self._undo(passage)

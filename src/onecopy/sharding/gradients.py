@@ -29,7 +29,7 @@ from onecopy.comm.outgoing import Flat, Outgoing
 from onecopy.errors import UsageError
 from onecopy.memory.strides import memory_order
 from onecopy.sharding.arrived import ArrivedGradients
-from onecopy.sharding.bucket import POISON, Bucket, Entry
+from onecopy.sharding.bucket import POISON, Bucket, Entry, Message
 from onecopy.sharding.flat import FlatBuffer
 from onecopy.sharding.narrow import gradient_slice
 from onecopy.sharding.pending import PendingGradient
@@ -295,13 +295,14 @@ class Gradients:
         reduced = self._reduced = bucket.empty_gradients(bucket.layout.slice_numel)
         bucket.meter.add("gradients_sliced", reduced.nbytes)
         if mesh.shard.size > 1 or mesh.copies == 1:
-            if collective := mesh.shard.reduce_scatter(outgoing, reduced, bucket.unit, bucket.tag + 3):
+            if collective := mesh.shard.reduce_scatter(outgoing, reduced, bucket.unit, bucket.tag + Message.REDUCE):
                 yield collective
             if mesh.copies == 1:
                 return
             outgoing = Flat(reduced, bucket.dtypes.reduce)
         for position, axis in enumerate(mesh.replicate):
-            if collective := axis.all_reduce(outgoing, reduced, bucket.unit, bucket.tag + 4 + 2 * position):
+            tag = bucket.tag + Message.COMBINE + 2 * position
+            if collective := axis.all_reduce(outgoing, reduced, bucket.unit, tag):
                 yield collective
                 outgoing = Flat(reduced, bucket.dtypes.reduce)
 

@@ -9,7 +9,7 @@ from types import FrameType
 
 from torch import Tensor, nn
 
-from onecopy.sharding.bucket import Bucket, State
+from onecopy.sharding.bucket import Bucket
 from onecopy.sharding.gradients import Gradients
 from onecopy.sharding.saved import Hooks
 from onecopy.sharding.tensors import Edits
@@ -101,11 +101,6 @@ class Unit:
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs through the unit now."""
         return bool(self.passages) or not all(visit.ended for visit in self.entered)
-
-    @property
-    def is_sliced(self) -> bool:
-        """Whether there is something to gather."""
-        return any(bucket.state is State.SLICED for bucket in self.buckets)
 
     @property
     def awaits_backward(self) -> bool:
