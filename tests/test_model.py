@@ -117,7 +117,7 @@ def test_a_server_goes_on_handing_out_slices_when_a_rank_that_asked_is_gone() ->
         world = Ranks((0, 1, 2), First())
 
         def live(rank: int) -> Tensor:
-            server = Server(world.gloo.group(range(3)), rank, (0, 1, 2))
+            server = Server(world.gloo.group(range(3)), rank, (0, 1, 2), {0, 1, 2} - {rank})
             tensor = torch.full((2,), float(rank))
             if rank == 1:
                 server.ask(0, 5, tensor, 1)

@@ -166,7 +166,7 @@ def virtually() -> Iterator[None]:
 
     def wait_to_read(self: Any, timeout: timedelta | None = None) -> None:
         limit = LIMIT if timeout is None else timeout.total_seconds()
-        owner = self._process - _FIRST_PROCESS
+        owner = self._mailbox.process - _FIRST_PROCESS
         now.world.wait(
             lambda: come_or_gone(self.has_come), f"version {self._version} of a slice of rank {owner}", limit
         )
@@ -245,6 +245,7 @@ def virtually() -> Iterator[None]:
         put(shelf._Read, wait=wait_to_read)
         put(shelf.Shelf, lay=lay_out, clear=clear_away)
         put(versions.Versions, before_write=begin_write)
-        put(collective, patience=lambda *_: nullcontext())
+        put(collective, patience=lambda *_, **__: nullcontext())
+        put(mesh, patience=lambda *_, **__: nullcontext())
         put(api, _bucket_numbers=_Numbers())
         yield

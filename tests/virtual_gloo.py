@@ -70,6 +70,15 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    def send(self, tensors: list[Tensor], place: int, tag: int) -> Send:
+        return Dist().isend(*tensors, group=self, group_dst=place, tag=tag)
+
+    def recv(self, tensors: list[Tensor], place: int, tag: int) -> Any:
+        return Dist().irecv(*tensors, group=self, group_src=place, tag=tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        return Dist().irecv(*tensors, group=self, tag=tag)
+
     def _get_backend(self, device: torch.device) -> Any:
         options = SimpleNamespace(_timeout=timedelta(seconds=LIMIT))
         return SimpleNamespace(name=lambda: "gloo", options=options)

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, NoReturn, Protocol
 
 from onecopy.comm.cross_memory import Fetch, Offer
 from onecopy.comm.ledger import Ledger
+from onecopy.comm.mailbox import Disagreement
 from onecopy.comm.patience import patience
 from onecopy.errors import CollectiveError, CollectiveTimeout
 
@@ -145,7 +146,8 @@ class Collective:
     def _wait(self, messages: Sequence[Posted]) -> None:
         for position, posted in enumerate(messages):
             try:
-                with patience(self._waits_for, posted.peer):
+                in_vain = not getattr(posted.work, "is_served", False)
+                with patience(self._waits_for, posted.peer, may_be_in_vain=in_vain):
                     posted.work.wait()
             except RuntimeError as error:
                 self._posted = None
@@ -174,6 +176,8 @@ class Collective:
         who = f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, sorted(ranks)))}" if ranks else "its peers"
         what = self._subject
         waited = perf_counter() - self._issued
+        if isinstance(error, Disagreement):
+            return CollectiveError(f"{what}: {who} cannot be read: {error}.")
         if "imed out" in str(error) or "imeout" in str(error):
             return CollectiveTimeout(
                 f"{what}: no answer from {who} within {waited:.1f} s. Every rank must run the same number of forward "

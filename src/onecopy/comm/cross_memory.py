@@ -25,7 +25,7 @@ from typing import Final
 
 from torch import Tensor
 
-from onecopy.comm.mailbox import Board, Mailbox, PeerGone
+from onecopy.comm.mailbox import Board, Disagreement, Mailbox, PeerGone
 from onecopy.comm.remote_memory import Window
 
 SWITCH: Final = "ONECOPY_CROSS_MEMORY"
@@ -99,7 +99,7 @@ class Fetch:
         mailbox, tensor = self._mailbox, self._tensor
         _, address, nbytes, number = mailbox.wait(self._offered, seconds_of(timeout, self._limit))
         if nbytes != tensor.nbytes:
-            raise RuntimeError(f"process {mailbox.process} offers {nbytes} bytes where {tensor.nbytes} were expected")
+            raise Disagreement(f"it offers {nbytes} bytes where {tensor.nbytes} were expected")
         if not Window(mailbox.process, address, tensor.data_ptr(), nbytes).read():
             raise PeerGone(mailbox.process)
         mailbox.write((_TAKEN + number, 0, 0, 0), self._limit)

@@ -14,6 +14,7 @@ import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 from onecopy.comm.remote_memory import Window
@@ -30,6 +31,9 @@ _MARK, _HEAD, _FIRST = 0, 1, 2
 # Numbers are stored one by one and whole, so that a peer never sees half of one. (struct.pack_into clears first.)
 Board = ctypes.c_int64 * (_FIRST + _SLOTS * _FIELDS)
 """The memory for one peer."""
+
+_LEAVING: Final = 1 << 41
+"""Subject of a rank's last note: its program has come to the end. Above all others."""
 
 _LOOKS: Final = 50
 """How often a waiting rank looks before it sleeps in between."""
@@ -55,6 +59,10 @@ class PeerGone(RuntimeError):
         super().__init__(f"the memory of process {process} cannot be read any more")
 
 
+class Disagreement(RuntimeError):
+    """The peer is there, and its program is elsewhere. The text says what ``it`` has done."""
+
+
 class Mailbox:
     """Notes to and from one peer.
 
@@ -71,6 +79,7 @@ class Mailbox:
         self._written = 0
         self._read = 0
         self._known_mark = 0
+        self._has_left = False
         self._unasked: defaultdict[int, deque[Note]] = defaultdict(deque)
         self._asked: defaultdict[int, deque[Ticket]] = defaultdict(deque)
         self._copy = Board()
@@ -108,19 +117,40 @@ class Mailbox:
         """The ticket's note.
 
         Raises:
-            PeerGone: if the peer has ended.
+            PeerGone: if the peer has ended, or has left its last note.
             RuntimeError: if it does not come within ``limit`` seconds.
         """
         if ticket.note is None:
             for _ in patiently(limit, "left no note"):
-                if self._fetch() and ticket.note is not None:
+                if self.has_come(ticket):
                     break
         assert ticket.note is not None
         return ticket.note
 
     def has_come(self, ticket: Ticket) -> bool:
         """Whether the ticket's note is there. Raises `PeerGone` as `wait` does."""
-        return ticket.note is not None or (self._fetch() and ticket.note is not None)
+        if ticket.note is None and not (self._fetch() and ticket.note is not None):
+            if self._has_left:
+                raise PeerGone(self.process)
+            return False
+        return True
+
+    def leave(self, limit: float) -> None:
+        """Leave the last note: this rank's program is at its end."""
+        self.write((_LEAVING, 0, 0, 0), limit)
+
+    def has_left(self) -> bool:
+        """Whether the peer has left its last note. Raises `PeerGone` if it has ended."""
+        if not self._has_left:
+            self._fetch()
+        return self._has_left
+
+    def wait_for_leaving(self, limit: float) -> None:
+        """Wait until the peer has left its last note, or has ended."""
+        with suppress(PeerGone):
+            for _ in patiently(limit, "goes on"):
+                if self.has_left():
+                    return
 
     def _fetch(self) -> bool:
         """Take in what the peer has written. Returns whether there was anything."""
@@ -139,11 +169,13 @@ class Mailbox:
             slot = _FIRST + number % _SLOTS * _FIELDS
             subject, second, third, fourth = self._copy[slot : slot + _FIELDS]
             note = (subject, second, third, fourth)
-            if asked := self._asked.get(subject):
+            if subject == _LEAVING:
+                self._has_left = True
+            elif asked := self._asked.get(subject):
                 asked.popleft().note = note
             else:
                 self._unasked[subject].append(note)
-            if not asked:
+            if not self._asked.get(subject):
                 self._asked.pop(subject, None)
         self._read = head
         self._board[_MARK] = head

@@ -21,6 +21,8 @@ from onecopy.comm.backends import control_device, exchanges_directly, meet, tran
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.ledger import Ledger
 from onecopy.comm.outgoing import Outgoing
+from onecopy.comm.patience import patience
+from onecopy.comm.presence import met, presence_of
 from onecopy.comm.serving import server_of
 from onecopy.comm.shelf import Shelf
 from onecopy.comm.transport import Peers, Transport
@@ -83,9 +85,9 @@ class Axis:
         """
         if self._peers is None or not exchanges_directly(self._peers.group):
             return None
-        alone = len(self._peers.neighbours.mailboxes) == self.size - 1
-        server = None if alone else server_of(self._peers.group, self.rank, self.ranks)
-        shelves = [Shelf(self._peers, number, server) for number in numbers]
+        server = server_of(self._peers)
+        presence = presence_of(self._peers, server)
+        shelves = [Shelf(self._peers, number, server, presence) for number in numbers]
         addresses = self.exchange_objects([shelf.address for shelf in shelves])
         for shelf, found in zip(shelves, zip(*addresses, strict=True), strict=True):
             shelf.connect(found)
@@ -157,6 +159,7 @@ class Axis:
         """Replace a handful of ``values`` (1-D) by their sum or maximum over the axis; a control message."""
         if self._peers is None:
             return None
+        met(self.ranks)
         program = self._transport(values).combine(self._peers, values, maximum, _CONTROL_TAGS[op])
         return self._issue(program, op, "", values.nbytes * (self.size - 1))
 
@@ -166,7 +169,8 @@ class Axis:
             return [own]
         objects: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(objects, own, group=self._peers.group)
+            with patience(lambda _: f"exchange of settings over the {self.name} axis", None, may_be_in_vain=True):
+                dist.all_gather_object(objects, own, group=self._peers.group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"exchange of settings over the {self.name} axis failed: a rank among {self.ranks} has most likely "

@@ -18,6 +18,9 @@ SECONDS: Final = 10.0
 
 _A_LOOK: Final = 1.0
 
+nudges: Final[list[Callable[[object], None]]] = []
+"""Called at each look at a wait that is in vain if its peer is leaving (`presence.py`), with the wait's subject."""
+
 _log = logging.getLogger("onecopy")
 
 
@@ -48,14 +51,16 @@ class patience:
 
     Args:
         describe: called with ``subject``, makes the message; only if there is one.
-        subject: handed to ``describe``.
+        subject: handed to ``describe``; the global rank that is waited for, None for all of them.
+        may_be_in_vain: whether a rank that has come to the end of its program cannot end this wait.
     """
 
-    __slots__ = ("_describe", "_since", "_subject", "_told")
+    __slots__ = ("_describe", "_may_be_in_vain", "_since", "_subject", "_told")
 
-    def __init__(self, describe: Callable[[object], str], subject: object) -> None:
+    def __init__(self, describe: Callable[[object], str], subject: object, *, may_be_in_vain: bool = False) -> None:
         self._describe = describe
         self._subject = subject
+        self._may_be_in_vain = may_be_in_vain
         self._told = False
         self._since = 0.0
 
@@ -70,8 +75,11 @@ class patience:
         _watch.waits.pop(threading.get_ident(), None)
 
     def tell(self) -> None:
-        """Log, if it is time and has not been done."""
+        """Log, if it is time and has not been done; nudge who may be leaving."""
         waited = time.monotonic() - self._since
+        if self._may_be_in_vain and waited >= _A_LOOK:
+            for nudge in nudges:
+                nudge(self._subject)
         if waited >= SECONDS and not self._told:
             self._told = True
             _log.warning("still waiting after %.0f s: %s", waited, self._describe(self._subject))

@@ -7,13 +7,15 @@ laid that version out, and for nothing else that the owner does: neighbours copy
     owner    lay(tensor, version) ─────────────────────────── … a barrier, then the tensor may change
     reader             fetch(peer, into, version)  fetch(…)
 
-Who may change a laid-out tensor, and when, is decided by `sharding/versions.py`.
+Who may change a laid-out tensor, and when, is decided by `sharding/versions.py`; how long it lies there when the model
+or the whole program is at its end, by `presence.py`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
@@ -22,8 +24,9 @@ import torch
 from torch import Tensor
 
 from onecopy.comm.collective import Posted, Program, Work
-from onecopy.comm.cross_memory import Neighbours, seconds_of
-from onecopy.comm.mailbox import PeerGone, patiently
+from onecopy.comm.cross_memory import seconds_of
+from onecopy.comm.mailbox import Disagreement, Mailbox, PeerGone, patiently
+from onecopy.comm.presence import Presence
 from onecopy.comm.remote_memory import Window
 from onecopy.comm.serving import Server
 from onecopy.comm.transport import Peers
@@ -43,13 +46,50 @@ _sheets: Final[list[ctypes.Array[ctypes.c_int64]]] = []
 
 _number_of_cards = itertools.count()
 
+_CLOSED: Final = 1 << 62
+"""In place of a version: nothing lies here any more."""
 
-def _new_card() -> tuple[ctypes.Array[ctypes.c_int64], int]:
-    """A sheet, and where the card begins on it."""
-    sheet, place = divmod(next(_number_of_cards), _CARDS)
-    if sheet == len(_sheets):
-        _sheets.append((ctypes.c_int64 * (_FIELDS * _CARDS))())
-    return _sheets[sheet], _FIELDS * place
+
+class _Board:
+    """What this rank has on a shelf, and the card that tells neighbours of it. It outlives the model by `Presence`.
+
+    Attributes:
+        tensor: what is laid out; None before and after.
+    """
+
+    def __init__(self, number: int, server: Server | None) -> None:
+        self.tensor: Tensor | None = None
+        self._number = number
+        self._server = server
+        sheet, place = divmod(next(_number_of_cards), _CARDS)
+        if sheet == len(_sheets):
+            _sheets.append((ctypes.c_int64 * (_FIELDS * _CARDS))())
+        self._sheet, self._place = _sheets[sheet], _FIELDS * place
+
+    @property
+    def address(self) -> int:
+        """Of the card."""
+        return ctypes.addressof(self._sheet) + self._place * _NUMBER
+
+    def lay(self, tensor: Tensor, version: int) -> None:
+        self.tensor = tensor
+        self._sheet[self._place + _ADDRESS] = tensor.data_ptr()
+        self._sheet[self._place + _NBYTES] = tensor.nbytes
+        self._sheet[self._place + _VERSION] = version
+        if self._server is not None:
+            self._server.lay(self._number, tensor, version)
+
+    def clear(self) -> None:
+        self.tensor = None
+        if self._server is not None:
+            self._server.clear(self._number)
+
+    def close(self) -> None:
+        """Let nobody read it any more."""
+        self._sheet[self._place + _VERSION] = _CLOSED
+        self.tensor = None
+        if self._server is not None:
+            self._server.close(self._number)
 
 
 class Shelf:
@@ -62,23 +102,27 @@ class Shelf:
         peers: the axis.
         number: of the shelf, the same on every rank.
         server: answers the peers that are no neighbours; None if all are.
-
-    Attributes:
-        laid: what this rank has laid out; None before `lay` and after `clear`.
+        presence: of this rank on the axis.
     """
 
-    def __init__(self, peers: Peers, number: int, server: Server | None) -> None:
-        self.laid: Tensor | None = None
+    def __init__(self, peers: Peers, number: int, server: Server | None, presence: Presence) -> None:
         self._peers = peers
         self._number = number
         self._server = server
-        self._sheet, self._place = _new_card()
+        self._presence = presence
+        self._own = _Board(number, server)
         self._addresses: dict[int, int] = {}
+        weakref.finalize(self, presence.drop, self._own).atexit = False
 
     @property
     def address(self) -> int:
         """Where neighbours find this rank's card."""
-        return ctypes.addressof(self._sheet) + self._place * _NUMBER
+        return self._own.address
+
+    @property
+    def laid(self) -> Tensor | None:
+        """What this rank has laid out; None before `lay` and after `clear`."""
+        return self._own.tensor
 
     def connect(self, addresses: Sequence[int]) -> None:
         """Learn the cards' addresses, in order of places."""
@@ -86,18 +130,11 @@ class Shelf:
 
     def lay(self, tensor: Tensor, version: int) -> None:
         """Lay the contiguous ``tensor`` out. It must not change until no rank reads ``version`` any more."""
-        self.laid = tensor
-        self._sheet[self._place + _ADDRESS] = tensor.data_ptr()
-        self._sheet[self._place + _NBYTES] = tensor.nbytes
-        self._sheet[self._place + _VERSION] = version
-        if self._server is not None:
-            self._server.lay(self._number, tensor, version)
+        self._own.lay(tensor, version)
 
     def clear(self) -> None:
         """Forget what was laid out, once no rank reads it any more."""
-        self.laid = None
-        if self._server is not None:
-            self._server.clear(self._number)
+        self._own.clear()
 
     def gather(self, whole: Tensor, version: int) -> Program:
         """Fill the flat ``whole`` with every rank's slice of ``version``."""
@@ -113,7 +150,7 @@ class Shelf:
             assert self.laid is not None
             mailbox = self._peers.neighbours.mailboxes[place]
             card = self._addresses[place]
-            work = _Read(self._peers.neighbours, mailbox.process, card, into, self.laid.dtype, version)
+            work = _Read(mailbox, card, into, self.laid.dtype, version, self._peers.neighbours.limit)
         else:
             assert self._server is not None
             work = self._server.ask(place, self._number, into, version)
@@ -124,38 +161,53 @@ class _Read:
     """A neighbour's slice, copied out of its memory by `wait`."""
 
     def __init__(
-        self, neighbours: Neighbours, process: int, card: int, into: Tensor, dtype: torch.dtype, version: int
+        self, mailbox: Mailbox, card: int, into: Tensor, dtype: torch.dtype, version: int, limit: float
     ) -> None:
-        self._limit = neighbours.limit
-        self._process = process
+        self._mailbox = mailbox
+        self._limit = limit
         self._into = into
         self._dtype = dtype
         self._version = version
         self._card = _Card()
-        self._window = Window(process, card, ctypes.addressof(self._card), len(self._card) * _NUMBER)
+        self._window = Window(mailbox.process, card, ctypes.addressof(self._card), len(self._card) * _NUMBER)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         for _ in patiently(seconds_of(timeout, self._limit), "has not written its parameters as often as this rank"):
             if self.has_come():
                 break
-        found, address, nbytes = self._card
-        if found > self._version:
-            raise RuntimeError(
-                f"it has written its parameters {found} times and this rank {self._version} times: every rank must "
-                f"make the same optimizer steps and the same edits of parameters"
-            )
+            # What a rank lays out before it leaves is there once it has left.
+            if self._mailbox.has_left() and not self.has_come():
+                raise PeerGone(self._mailbox.process)
+        self._check()
+        _, address, nbytes = self._card
         into = self._into
         if into.dtype != self._dtype:
             into = torch.empty_like(into, dtype=self._dtype)
         if nbytes != into.nbytes:
-            raise RuntimeError(f"it has laid out {nbytes} bytes where {into.nbytes} were expected")
-        if not Window(self._process, address, into.data_ptr(), nbytes).read():
-            raise PeerGone(self._process)
+            raise Disagreement(f"it has laid out {nbytes} bytes where {into.nbytes} were expected")
+        if not Window(self._mailbox.process, address, into.data_ptr(), nbytes).read():
+            raise PeerGone(self._mailbox.process)
+        # It may have been taken away meanwhile.
+        self._look()
+        self._check()
         if into is not self._into:
             self._into.copy_(into)
 
     def has_come(self) -> bool:
         """Whether the slice can be copied, or never will be."""
-        if not self._window.read():
-            raise PeerGone(self._process)
+        self._look()
         return self._card[_VERSION] >= self._version
+
+    def _look(self) -> None:
+        if not self._window.read():
+            raise PeerGone(self._mailbox.process)
+
+    def _check(self) -> None:
+        found = self._card[_VERSION]
+        if found == _CLOSED:
+            raise Disagreement("it has dropped its model, which this rank still uses")
+        if found > self._version:
+            raise Disagreement(
+                f"it has written its parameters {found} times and this rank {self._version} times: every rank must "
+                f"make the same optimizer steps and the same edits of parameters"
+            )

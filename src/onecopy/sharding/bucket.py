@@ -324,7 +324,7 @@ class Bucket:
         self.finish_gather()
         if self.before_write is not None:
             self.before_write()
-        if self.state is State.WHOLE and not self._aliased:
+        if self._whole.is_allocated and not self._aliased:
             self.state = State.SLICED
             # Whoever still holds the old values in a graph is told by autograd.
             increment_version([self._whole.views[0], *self._dtensors])
@@ -363,7 +363,7 @@ class Bucket:
             raise UsageError(NO_MEMORY)
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
-        self._poison()
+            self._poison()
         self._gathering = self._issue_gather(backward)
         self.state = State.WHOLE if self._gathering is None else State.GATHERING
 
@@ -402,13 +402,17 @@ class Bucket:
         return counts
 
     def release(self) -> None:
-        """Give the memory of the whole parameters back, unless somebody else still holds them: then they stay."""
+        """Give the memory of the whole parameters back, unless somebody else still holds them: then it stays.
+
+        Whether somebody does may differ between ranks (a backend's thread lets go of its tensors when it likes), and
+        the next gather must not: it is made in any case, and fills in the values that are there.
+        """
         if self._aliased or not self._whole.is_allocated:
             return
         self.finish_gather()
+        self.state = State.SLICED
         if self._count_holders() != self._holders:
             return
-        self.state = State.SLICED
         self._whole.free()
         self.meter.add("parameters_gathered", -self._whole.nbytes)
 
