@@ -17,15 +17,15 @@ from time import perf_counter
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import make_mesh
 from onecopy.comm.outgoing import Flat
 from onecopy.memory.staging import Staging
+from onecopy.observe.ledger import Ledger
 from ranks import run_ranks
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy
 
-from onecopy.planner.calibrated import utilisation
-from onecopy.planner.machine import GPUS, Machine
-from onecopy.planner.memory import model_state_bytes
-from onecopy.planner.time import all_reduce_seconds, overlap, step_flops
+from onecopy.planner.formulas.calibrated import utilisation
+from onecopy.planner.formulas.memory import model_state_bytes
+from onecopy.planner.formulas.time import all_reduce_seconds, overlap, step_flops
+from onecopy.planner.machine.machine import GPUS, Machine
 
 RUNS = Path(__file__).parent / "data" / "playbook_runs.csv"
 SEQUENCE = 4096
@@ -100,7 +100,7 @@ def fit_memory(runs: Sequence[Run]) -> Any:
 
 @dataclass(frozen=True)
 class TimeConstants:
-    """See `onecopy.planner.calibrated`."""
+    """See `onecopy.planner.formulas.calibrated`."""
 
     utilisation: float
     growth: float

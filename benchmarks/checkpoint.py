@@ -25,8 +25,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import onecopy
-from gpt import GPT
 from step_time import SHAPES
+from trained.gpt import GPT
 
 
 def _run(rank: int, ranks: int, stage: int, shape: str, repeats: int, folder: str) -> None:

@@ -28,14 +28,14 @@ from typing import Any, Final
 import torch
 
 import overhead
-from cases import CASES, DTYPES
-from contest import Contest, Timed, hold
-from namespaces import unavailable
+from harness.contest import Contest, Timed, hold
+from harness.namespaces import unavailable
+from harness.systems import FLOOR, SYSTEMS
+from harness.weighing import EXPLAINED, account
+from harness.work import Work
 from onecopy.comm.cross_memory import SWITCH
 from onecopy.report.machine import describe_machine
-from systems import FLOOR, SYSTEMS
-from weighing import EXPLAINED, account
-from work import Work
+from trained.cases import CASES, DTYPES
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 import onecopy
-from cases import CASES, Case
-from fake import fake_group
-from forks import run_ranks
-from nets import Narrow
-from onecopy.comm.ledger import Entry, Ledger
+from harness.fake import fake_group
+from harness.forks import run_ranks
+from onecopy.observe.ledger import Entry, Ledger
+from trained.cases import CASES, Case
+from trained.nets import Narrow
 
 TARGET: Final = 0.01
 

@@ -30,13 +30,13 @@ import torch.distributed as dist
 from torch import nn
 
 import onecopy
-from allocated import peak_of_last
-from cases import SHAPES
-from forks import run_ranks
-from gpt import GPT, Shape
-from onecopy.memory.meter import Meter
-from onecopy.planner.memory import model_state_bytes
-from process import own_peak, restart_peak, return_freed_memory, status_bytes
+from harness.allocated import peak_of_last
+from harness.forks import run_ranks
+from harness.process import own_peak, restart_peak, return_freed_memory, status_bytes
+from onecopy.observe.meter import Meter
+from onecopy.planner.formulas.memory import model_state_bytes
+from trained.cases import SHAPES
+from trained.gpt import GPT, Shape
 
 STATES: Final = ("parameters_sliced", "parameters_gathered", "gradients_sliced", "optimizer")
 EXPLAINED: Final = 0.97

@@ -36,8 +36,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import onecopy
-from fake import PHASES, Replay, fake_group
-from nets import HIDDEN, Narrow
+from harness.fake import PHASES, Replay, fake_group
+from trained.nets import HIDDEN, Narrow
 
 TARGET: Final = 150.0
 """Microseconds per unit and step."""

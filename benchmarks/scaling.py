@@ -27,13 +27,13 @@ import torch
 
 import onecopy
 import overhead
-import projection
-from cases import CASES, count
-from charts import Chart, Dot, Section, Table, page
-from fake import fake_group
-from onecopy.planner.memory import model_state_bytes
-from onecopy.planner.traffic import step_elements
-from projection import Projected, Published
+from harness.fake import fake_group
+from onecopy.planner.formulas.memory import model_state_bytes
+from onecopy.planner.formulas.traffic import step_elements
+from publish import projection
+from publish.charts import Chart, Dot, Section, Table, page
+from publish.projection import Projected, Published
+from trained.cases import CASES, count
 
 STAGES: Final = (0, 1, 2, 3)
 _MIB: Final = 2**20

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from cases import SHAPES
-from contest import Contest, hold
-from systems import SYSTEMS
-from work import Work
+from harness.contest import Contest, hold
+from harness.systems import SYSTEMS
+from harness.work import Work
+from trained.cases import SHAPES
 
 NAMES: Final = {
     "ddp": "DDP",

@@ -21,11 +21,11 @@ import ledger_cost
 import memory
 import overhead
 import wire
-from contest import Contest, Timed
+from harness.contest import Contest, Timed
+from harness.systems import FLOOR, SYSTEMS
+from harness.weighing import EXPLAINED, Weighed, account
+from harness.work import Work
 from retake import HERE, RESULTS, STEPS
-from systems import FLOOR, SYSTEMS
-from weighing import EXPLAINED, Weighed, account
-from work import Work
 
 PAGES: Final = tuple(HERE.parent / "docs" / name for name in ("performance.md", "memory.md", "traffic.md"))
 

@@ -29,13 +29,13 @@ import torch
 import torch.distributed as dist
 
 import onecopy
-import systems
-from cases import DTYPES, SHAPES, Batch, tokens
-from forks import RanksError, read_lines, run_ranks
-from gpt import GPT, Shape
-from namespaces import Network, bytes_sent, unavailable
-from onecopy.planner.traffic import step_elements
-from systems import Settings
+from harness import systems
+from harness.forks import RanksError, read_lines, run_ranks
+from harness.namespaces import Network, bytes_sent, unavailable
+from harness.systems import Settings
+from onecopy.planner.formulas.traffic import step_elements
+from trained.cases import DTYPES, SHAPES, Batch, tokens
+from trained.gpt import GPT, Shape
 
 __all__ = ["Case", "RanksError", "Work", "measure"]
 

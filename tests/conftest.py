@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 # The thread pools of numpy and torch would not survive the forks in ranks.py.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -36,6 +38,10 @@ assert all(getattr(onecopy, name) for name in onecopy.__all__)
 torch.set_num_threads(1)
 
 
+_WORTH_TELLING: Final = 60.0
+"""Seconds of tests from which on the slowest files are named."""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     yield
@@ -44,3 +50,16 @@ def _nothing_is_left_behind() -> Iterator[None]:
         assert not children, f"processes left at the end of the tests: {children}"
     folders = list(Path(tempfile.gettempdir()).glob(f"onecopy-ranks-{os.getpid()}-*"))
     assert not folders, f"temporary folders left at the end of the tests: {folders}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Which files take the time."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if sum(seconds.values()) > _WORTH_TELLING:
+        terminalreporter.section("slowest 10 files")
+        for name, total in seconds.most_common(10):
+            terminalreporter.write_line(f"{total:7.1f} s  {name}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from onecopy import errors as errors
 from onecopy.stage import Stage
+from onecopy.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from onecopy import activations as activations
@@ -17,16 +18,14 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.pretrained import load_pretrained
     from onecopy.checkpoint.save import save
     from onecopy.checkpoint.writing import Saving
-    from onecopy.comm.ledger import Entry, Ledger, Traffic
     from onecopy.integrations.deepspeed import from_deepspeed
-    from onecopy.sharding.api import arena, ledger, meter, padded_numel, shard
-    from onecopy.sharding.averages import Ema, ema
-    from onecopy.sharding.precision import Precision
-    from onecopy.sharding.profile import Profile, profile
-    from onecopy.sharding.sliced import SlicedTensor
-    from onecopy.sharding.whole import gathered, materialize
-
-__version__ = "0.1.0"
+    from onecopy.observe.ledger import Entry, Ledger, Traffic
+    from onecopy.sharding.setup.api import arena, ledger, meter, padded_numel, shard
+    from onecopy.sharding.setup.averages import Ema, ema
+    from onecopy.sharding.setup.profile import Profile, profile
+    from onecopy.sharding.setup.whole import gathered, materialize
+    from onecopy.sharding.tensor.precision import Precision
+    from onecopy.sharding.tensor.sliced import SlicedTensor
 
 __all__ = [
     "Activations",
@@ -65,14 +64,14 @@ _HOMES = {
     "onecopy.checkpoint.pretrained": ("load_pretrained",),
     "onecopy.checkpoint.save": ("save",),
     "onecopy.checkpoint.writing": ("Saving",),
-    "onecopy.comm.ledger": ("Entry", "Ledger", "Traffic"),
+    "onecopy.observe.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
-    "onecopy.sharding.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
-    "onecopy.sharding.precision": ("Precision",),
-    "onecopy.sharding.profile": ("Profile", "profile"),
-    "onecopy.sharding.sliced": ("SlicedTensor",),
-    "onecopy.sharding.averages": ("Ema", "ema"),
-    "onecopy.sharding.whole": ("gathered", "materialize"),
+    "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
+    "onecopy.sharding.tensor.precision": ("Precision",),
+    "onecopy.sharding.setup.profile": ("Profile", "profile"),
+    "onecopy.sharding.tensor.sliced": ("SlicedTensor",),
+    "onecopy.sharding.setup.averages": ("Ema", "ema"),
+    "onecopy.sharding.setup.whole": ("gathered", "materialize"),
 }
 
 

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from onecopy.activations.partition import Partition
 from onecopy.activations.region import Region
 from onecopy.activations.store import make_store
-from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Axis, make_mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.arena import Arena
-from onecopy.memory.meter import Meter
 from onecopy.memory.staging import Staging
+from onecopy.observe.ledger import Ledger
+from onecopy.observe.meter import Meter
 
 F = TypeVar("F", bound=Callable[..., Any])
 

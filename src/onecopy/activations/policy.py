@@ -15,7 +15,7 @@ from onecopy.activations.store import check_offload
 from onecopy.comm.mesh import Axis
 from onecopy.errors import SettingsError
 from onecopy.memory.arena import Arena
-from onecopy.memory.meter import Meter
+from onecopy.observe.meter import Meter
 
 _CHECKPOINTS: Final = ("none", "units")
 

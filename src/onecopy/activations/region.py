@@ -3,7 +3,7 @@
 Recomputation, with RNG state, autocast and early stop, is `torch.utils.checkpoint`'s (`use_reentrant=False`); it saves
 the call's tensors through the saved-tensor hooks that are in force when it begins, and those are `Partition`'s.
 
-One private torch name, read in torch 2.13 and tested in tests/test_private_apis.py:
+One private torch name, read in torch 2.13 and tested in tests/house/test_private_apis.py:
 `torch.utils.checkpoint._checkpoint_without_reentrant_generator`, which `torch.distributed._composable` uses too. It
 lets a module be checkpointed by hooks, so that no `forward` is replaced and names and classes stay.
 """

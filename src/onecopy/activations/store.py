@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from onecopy.errors import OffloadError, SettingsError, UsageError
-from onecopy.memory.meter import Meter
+from onecopy.observe.meter import Meter
 
 _CATEGORY = "checkpoints"
 

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from onecopy.sharding.sliced import SlicedTensor, Slicing
+from onecopy.sharding.tensor.sliced import SlicedTensor, Slicing
 
 _ONE: Final = re.compile(r"(.*\bexperts\.)(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _PLAIN: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.tensor.sliced import SlicedTensor
 
 
 @torch.no_grad()

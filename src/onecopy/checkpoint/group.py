@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from onecopy.checkpoint.messages import swap
 from onecopy.comm.backends import control_device, time_limit
-from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import make_mesh
 from onecopy.errors import CheckpointError, CollectiveError, OnecopyError
 from onecopy.memory.staging import Staging
+from onecopy.observe.ledger import Ledger
 from onecopy.untrusted import Refused, reason
 
 T = TypeVar("T")

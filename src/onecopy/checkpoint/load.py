@@ -28,7 +28,7 @@ from onecopy.checkpoint.optimizer import States, make_states, put_states
 from onecopy.checkpoint.random import put_generators, unpack
 from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.errors import CheckpointError, DamagedCheckpointError
-from onecopy.sharding.api import phase_of
+from onecopy.sharding.setup.api import phase_of
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from onecopy.errors import UsageError
-from onecopy.sharding.engine import find_engine
+from onecopy.sharding.engine.engine import find_engine
 
 _WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and torch's checkpoint wrapper put into names."""

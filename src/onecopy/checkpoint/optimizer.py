@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from onecopy.checkpoint.names import Named, name_groups
 from onecopy.errors import CheckpointError
-from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.tensor.sliced import SlicedTensor
 
 States = dict[str, dict[str, Any]]
 """By parameter and by the state's own name."""

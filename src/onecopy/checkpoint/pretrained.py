@@ -23,7 +23,7 @@ from onecopy.checkpoint.load import read_tensors
 from onecopy.checkpoint.names import Named, clean_name, name_tensors
 from onecopy.checkpoint.weights_file import check_safetensors
 from onecopy.errors import CheckpointError, UsageError
-from onecopy.sharding.whole import allocate
+from onecopy.sharding.setup.whole import allocate
 from onecopy.untrusted import Refused, plain_name, read_json, reason
 
 _INDEX: Final = "model.safetensors.index.json"

@@ -18,10 +18,10 @@ from onecopy.checkpoint.optimizer import take_states
 from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.writing import Contents, Saving, write
 from onecopy.errors import NotFiniteError, SettingsError, UsageError
-from onecopy.sharding.api import engine_of, phase_of
-from onecopy.sharding.engine import find_engine
-from onecopy.sharding.ignored import is_ignored
-from onecopy.sharding.sliced import SlicedTensor
+from onecopy.sharding.engine.engine import find_engine
+from onecopy.sharding.model.ignored import is_ignored
+from onecopy.sharding.setup.api import engine_of, phase_of
+from onecopy.sharding.tensor.sliced import SlicedTensor
 from onecopy.untrusted import reason
 
 

@@ -2,7 +2,7 @@
 
 The files are DCP's own, so plain `dcp.load` reads them. Used of torch 2.13 beside its documented interface: the
 attribute `fs` of `FileSystemWriter` and `FileSystemReader`, the file-system class behind it, and `_slice_file`, which
-finds a tensor in a file; tests/test_private_apis.py fails clearly when they move.
+finds a tensor in a file; tests/house/test_private_apis.py fails clearly when they move.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-import onecopy
 from onecopy.checkpoint.claim import claim
 from onecopy.checkpoint.directory import abandon, begin, commit, keep_newest, newest_step, next_sequence
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.manifest import JOB, FileEntry, Manifest
 from onecopy.checkpoint.storage import Planner, Writer
 from onecopy.errors import CheckpointError
+from onecopy.version import __version__
 
 ASSET: Final = "asset-"
 """How the names of files begin that were given to be kept."""
@@ -127,7 +127,7 @@ def write(
             abandon(path)
         raise
     facts = {
-        "onecopy": onecopy.__version__,
+        "onecopy": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

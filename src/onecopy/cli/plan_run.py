@@ -14,17 +14,17 @@ from rich.console import Console
 from onecopy.cli import plan_tables as tables
 from onecopy.errors import SettingsError
 from onecopy.integrations.translation import Translation
-from onecopy.planner.advice import Preset, Wishes, advise
-from onecopy.planner.describe import describe
-from onecopy.planner.estimate import Job
-from onecopy.planner.machine import Machine, gpu_of
-from onecopy.planner.paste import as_dict, config_toml, shard_call
+from onecopy.planner.answer.advice import Preset, Wishes, advise
+from onecopy.planner.answer.describe import describe
+from onecopy.planner.answer.estimate import Job
+from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
+from onecopy.planner.answer.redundancy import redundancy
+from onecopy.planner.answer.sweep import crossover, curves, parse_range, thresholds
+from onecopy.planner.answer.zero_r import CONFIGURATIONS, Configured, configure, paper
+from onecopy.planner.machine.machine import Machine, gpu_of
+from onecopy.planner.model.shape import CHECKPOINTING, Shape, from_sizes
+from onecopy.planner.model.tensor import check_degree, degrees
 from onecopy.planner.quantities import parse_bytes, parse_rate
-from onecopy.planner.redundancy import redundancy
-from onecopy.planner.shape import CHECKPOINTING, Shape, from_sizes
-from onecopy.planner.sweep import crossover, curves, parse_range, thresholds
-from onecopy.planner.tensor import check_degree, degrees
-from onecopy.planner.zero_r import CONFIGURATIONS, Configured, configure, paper
 from onecopy.untrusted import read_json
 
 
@@ -168,7 +168,7 @@ def _shape(request: Request) -> Shape:
 def _machine(request: Request, console: Console) -> Machine:
     host = parse_bytes(request.host_memory) if request.host_memory else None
     if request.here:
-        from onecopy.planner.here import look
+        from onecopy.planner.machine.here import look
 
         found, words = look(request.gpus)
         console.print(words, markup=False, highlight=False, soft_wrap=True)
@@ -262,7 +262,7 @@ def _train_path(request: Request) -> str | None:
 
 
 def _simulate(request: Request, job: Job, option: Any) -> Any:
-    from onecopy.planner.compare import compare
+    from onecopy.planner.answer.compare import compare
 
     file = Path(request.model or "")
     file = file / "config.json" if file.is_dir() else file
@@ -272,7 +272,7 @@ def _simulate(request: Request, job: Job, option: Any) -> Any:
 def _write_page(
     path: Path, job: Job, machine: Machine, advice: Any, swept: Any, crossing: float | None, console: Console
 ) -> None:
-    from onecopy.planner.page import render
+    from onecopy.planner.answer.page import render
 
     text = render(job, machine, advice, swept, crossing)
     try:

@@ -8,16 +8,16 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from onecopy.planner.advice import Advice
-from onecopy.planner.compare import Comparison
-from onecopy.planner.estimate import Estimate, Job
-from onecopy.planner.machine import Machine
-from onecopy.planner.paste import config_toml, shard_call
+from onecopy.planner.answer.advice import Advice
+from onecopy.planner.answer.compare import Comparison
+from onecopy.planner.answer.estimate import Estimate, Job
+from onecopy.planner.answer.paste import config_toml, shard_call
+from onecopy.planner.answer.redundancy import Redundancy
+from onecopy.planner.answer.sweep import Curve, Threshold
+from onecopy.planner.answer.zero_r import Configured
+from onecopy.planner.machine.machine import Machine
+from onecopy.planner.model.schedule import CATEGORIES
 from onecopy.planner.quantities import count, gigabytes, rate, seconds
-from onecopy.planner.redundancy import Redundancy
-from onecopy.planner.schedule import CATEGORIES
-from onecopy.planner.sweep import Curve, Threshold
-from onecopy.planner.zero_r import Configured
 from onecopy.stage import Stage
 
 

@@ -1,6 +1,6 @@
 """Backends: which transport serves a process group, and which of its ranks are reached through memory.
 
-Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: `ProcessGroup._get_backend`,
+Private torch names, read in torch 2.13 and tested in tests/house/test_private_apis.py: `ProcessGroup._get_backend`,
 `ProcessGroup._device_types` and `Backend.Options._timeout`.
 """
 

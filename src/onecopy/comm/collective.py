@@ -13,10 +13,10 @@ from time import perf_counter
 from typing import Final, NamedTuple, NoReturn, Protocol
 
 from onecopy.comm.cross_memory import Fetch, Offer
-from onecopy.comm.ledger import Ledger
 from onecopy.comm.mailbox import Disagreement
 from onecopy.comm.patience import patience
 from onecopy.errors import CollectiveError, CollectiveTimeout
+from onecopy.observe.ledger import Ledger
 
 _THROUGH_MEMORY: Final = (Offer, Fetch)
 _A_LOOK: Final = timedelta(milliseconds=10)

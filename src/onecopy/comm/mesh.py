@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.comm.backends import control_device, exchanges_directly, meet, transport_for
 from onecopy.comm.collective import Collective, Label, Program
-from onecopy.comm.ledger import Ledger
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
 from onecopy.comm.presence import met, presence_of
@@ -28,6 +27,7 @@ from onecopy.comm.shelf import Shelf
 from onecopy.comm.transport import Peers, Transport
 from onecopy.errors import CollectiveError, SettingsError
 from onecopy.memory.staging import Staging
+from onecopy.observe.ledger import Ledger
 
 T = TypeVar("T")
 

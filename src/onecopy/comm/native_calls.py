@@ -1,7 +1,7 @@
 """NativeCalls: the backend's own primitives, for NCCL and any backend not known here (see `transport.py`).
 
-Private torch names, read in torch 2.13 and tested in tests/test_private_apis.py: the methods of `ProcessGroup` behind
-`dist.all_gather_single`, `dist.reduce_scatter_single` and `dist.all_reduce`, public by name and not documented.
+Private torch names, read in torch 2.13 and tested in tests/house/test_private_apis.py: the methods of `ProcessGroup`
+behind `dist.all_gather_single`, `dist.reduce_scatter_single` and `dist.all_reduce`, public by name and not documented.
 """
 
 from __future__ import annotations

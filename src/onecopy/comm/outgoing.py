@@ -2,7 +2,7 @@
 
 A transport asks for pieces as buffers of constant size come free, and says when it has all of them; until then the
 source keeps its memory. The cast to what travels happens on the way. Gradients as autograd left them are a source of
-their own (`sharding/arrived.py`); here is the plain one.
+their own (`sharding/bucket/arrived.py`); here is the plain one.
 """
 
 from __future__ import annotations

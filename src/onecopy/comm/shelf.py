@@ -7,8 +7,8 @@ laid that version out, and for nothing else that the owner does: neighbours copy
     owner    lay(tensor, version) ─────────────────────────── … a barrier, then the tensor may change
     reader             fetch(peer, into, version)  fetch(…)
 
-Who may change a laid-out tensor, and when, is decided by `sharding/versions.py`; how long it lies there when the model
-or the whole program is at its end, by `presence.py`.
+Who may change a laid-out tensor, and when, is decided by `sharding/engine/versions.py`; how long it lies there when the
+model or the whole program is at its end, by `presence.py`.
 """
 
 from __future__ import annotations

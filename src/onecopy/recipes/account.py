@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import onecopy
-from onecopy.comm.ledger import STATE_OPERATIONS
-from onecopy.planner.traffic import step_elements
+from onecopy.observe.ledger import STATE_OPERATIONS
+from onecopy.planner.formulas.traffic import step_elements
 from onecopy.recipes.config import Config
 from onecopy.recipes.metrics import Record
 from onecopy.recipes.world import World

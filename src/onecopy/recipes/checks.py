@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from onecopy.errors import SettingsError
-from onecopy.planner.tensor import check_tensor_parallel
+from onecopy.planner.model.tensor import check_tensor_parallel
 from onecopy.recipes.config import Config
 from onecopy.recipes.settings import keys
 from onecopy.recipes.texts import find_files

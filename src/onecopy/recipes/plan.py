@@ -10,16 +10,16 @@ from typing import Any, Final
 import torch
 
 from onecopy.errors import SettingsError
-from onecopy.planner.activations import share_of_layer
-from onecopy.planner.describe import transformer_of
-from onecopy.planner.estimate import Job, Option, step_seconds
-from onecopy.planner.machine import GPUS, Machine
-from onecopy.planner.schedule import Phase, Schedule, Sizes, Unit, padded_numels
-from onecopy.planner.shape import Checkpointing, Shape, Transformer, checkpointed, is_block, kept_bytes
-from onecopy.planner.simulate import describe_units
-from onecopy.planner.step import step_bytes
-from onecopy.planner.tensor import cut
-from onecopy.planner.traffic import step_elements
+from onecopy.planner.answer.describe import transformer_of
+from onecopy.planner.answer.estimate import Job, Option, step_seconds
+from onecopy.planner.engine.simulate import describe_units
+from onecopy.planner.engine.step import step_bytes
+from onecopy.planner.formulas.activations import share_of_layer
+from onecopy.planner.formulas.traffic import step_elements
+from onecopy.planner.machine.machine import GPUS, Machine
+from onecopy.planner.model.schedule import Phase, Schedule, Sizes, Unit, padded_numels
+from onecopy.planner.model.shape import Checkpointing, Shape, Transformer, checkpointed, is_block, kept_bytes
+from onecopy.planner.model.tensor import cut
 from onecopy.recipes.config import Config
 from onecopy.recipes.model import build_architecture
 from onecopy.recipes.world import World

@@ -3,8 +3,8 @@
 Embeddings, norms and the head of the language model stay whole on every rank of the tensor axis. Each block sends what
 Megatron's does: an all-reduce after attention and one after the MLP, in forward and in backward.
 
-One private torch name, read in torch 2.13 and tested in tests/test_private_apis.py: `_StridedShard`, a placement that
-cuts each third of GPT-2's fused projection, so that a rank has its heads of q, k and v and `full_tensor()` is the
+One private torch name, read in torch 2.13 and tested in tests/house/test_private_apis.py: `_StridedShard`, a placement
+that cuts each third of GPT-2's fused projection, so that a rank has its heads of q, k and v and `full_tensor()` is the
 weight as the model has it.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.errors import SettingsError
-from onecopy.planner.tensor import check_tensor_parallel
+from onecopy.planner.model.tensor import check_tensor_parallel
 
 
 def parallelize(model: Any, tensor: DeviceMesh) -> None:

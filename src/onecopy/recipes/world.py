@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from onecopy.comm.ledger import Ledger
 from onecopy.comm.mesh import Axis, make_mesh
 from onecopy.memory.staging import Staging
+from onecopy.observe.ledger import Ledger
 
 T = TypeVar("T")
 

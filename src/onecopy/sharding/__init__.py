@@ -1,1 +1,1 @@
-"""ZeRO-DP: layout → sliced tensor → bucket → unit → schedule → api, each file resting on those before it."""
+"""ZeRO-DP. Rooms, each resting on those before it: graph, tensor, bucket, model, engine, setup."""

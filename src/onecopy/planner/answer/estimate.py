@@ -1,0 +1,393 @@
+"""Estimate: one way to train a model on a machine: what it holds in each phase, sends, and how long a step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from onecopy.planner.available import missing
+from onecopy.planner.engine.step import step_bytes
+from onecopy.planner.formulas.activations import block_parallel_elements
+from onecopy.planner.formulas.buffers import pinned_bytes, with_overheads
+from onecopy.planner.formulas.calibrated import HIDDEN_SHARE
+from onecopy.planner.formulas.offload import cpu_step_seconds
+from onecopy.planner.formulas.time import StepSeconds, all_reduce_seconds, gather_seconds, overlap, step_flops
+from onecopy.planner.formulas.traffic import step_elements
+from onecopy.planner.machine.machine import Machine
+from onecopy.planner.model.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels
+from onecopy.planner.model.shape import Checkpointing, Shape, kept_bytes
+from onecopy.planner.model.tensor import cut
+from onecopy.planner.quantities import gigabytes
+from onecopy.stage import Stage
+
+Offload = Literal["none", "optimizer on cpu", "optimizer on nvme", "parameters on cpu", "parameters on nvme"]
+
+OFFLOADS: Final[tuple[Offload, ...]] = (
+    "none",
+    "optimizer on cpu",
+    "optimizer on nvme",
+    "parameters on cpu",
+    "parameters on nvme",
+)
+
+PROCESS_BYTES: Final = 2e9
+"""Host memory of one rank's process without any model: Python, torch and its libraries. An assumption."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, however it is done.
+
+    Attributes:
+        shape: the model.
+        sequence: tokens in a sample; 1 for models without.
+        precision: "bf16", "bf16-lean", "fp16" or "fp32".
+        implementation: of AdamW: "foreach", "fused" or "for-loop".
+    """
+
+    shape: Shape
+    sequence: int
+    precision: str = "bf16"
+    implementation: str = "foreach"
+
+    @property
+    def widths(self) -> Widths:
+        return Widths.of(self.precision)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to train.
+
+    Attributes:
+        stage: 0 to 3.
+        micro_batch: samples of one rank in one micro-batch.
+        accumulate: micro-batches in a step.
+        shard, replicate: N, and how often each slice is held.
+        prefetch: units gathered ahead.
+        tensor: M, ranks that share each sample and each block.
+    """
+
+    stage: int
+    micro_batch: int
+    accumulate: int
+    checkpointing: Checkpointing
+    offload: Offload
+    shard: int
+    replicate: int = 1
+    prefetch: int = 1
+    tensor: int = 1
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """What onecopy does not have yet of what this needs."""
+        needs: list[str] = [] if self.checkpointing in ("off", "units") else [self.checkpointing]
+        needs += ["tensor parallelism"] if self.tensor > 1 else []
+        return missing(needs + ([self.offload] if self.offload != "none" else []))
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What options of one kind share; they differ in micro-batches and in M."""
+        return (self.stage, self.checkpointing, self.offload, self.replicate)
+
+    def schedule(self, job: Job) -> Schedule:
+        """What the engine does in a step of ``job``."""
+        return Schedule(
+            self.stage,
+            self.shard,
+            self.replicate,
+            self.accumulate,
+            self.prefetch,
+            job.widths,
+            implementation=job.implementation,
+        )
+
+    def words(self) -> str:
+        """The option in one line."""
+        parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} × {self.accumulate}"]
+        if self.tensor > 1:
+            parts.append(f"tensor {self.tensor}")
+        if self.checkpointing != "off":
+            parts.append(f"checkpointing {self.checkpointing}")
+        if self.offload != "none":
+            parts.append(self.offload)
+        if self.replicate > 1 and Stage.of(self.stage).shards_optimizer:
+            parts.append(f"{self.replicate} copies of {self.shard} ranks")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What an option costs.
+
+    Attributes:
+        peaks: bytes by category at the highest moment of each phase; "save" gathers whole fp32 parameters on the
+            device, which slices do not need.
+        limit: bytes of the device.
+        host: bytes that the ranks of one node hold on the host.
+        bytes_sent: of model states, by one rank in a step.
+        activations_sent: bytes that tensor parallelism and P_a send on top, likewise.
+        seconds: of a step.
+        tokens_per_second: of all ranks; samples where the model has no sequence.
+        limited_by: what a step waits for longest.
+    """
+
+    option: Option
+    peaks: dict[Phase, Sizes]
+    limit: float
+    host: float
+    host_limit: float | None
+    bytes_sent: float
+    activations_sent: float
+    seconds: StepSeconds
+    tokens_per_second: float
+    limited_by: str
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the highest moment of a step; loading and saving can be done in other ways."""
+        return max(sum(self.peaks[phase].values()) for phase in ("forward", "backward", "step") if phase in self.peaks)
+
+    @property
+    def peak_phase(self) -> Phase:
+        phases: tuple[Phase, ...] = ("forward", "backward", "step")
+        return max(phases, key=lambda phase: sum(self.peaks[phase].values()))
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host hold it."""
+        return self.peak <= self.limit and (self.host_limit is None or self.host <= self.host_limit)
+
+    @property
+    def available(self) -> bool:
+        """Whether onecopy can do it today."""
+        return not self.option.missing
+
+    @property
+    def loads_on_meta(self) -> bool:
+        """Whether the whole model does not fit the device beside its slices, so that it must be built on meta."""
+        return sum(self.peaks["load"].values()) > self.limit
+
+
+def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
+    """What ``option`` costs for ``job`` on ``machine``.
+
+    Raises:
+        SettingsError: if there is no such stage.
+    """
+    units = local_units(job, option)
+    schedule = option.schedule(job)
+    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
+    peaks |= step_bytes(units, schedule)
+    peaks["save"] = _save(units, schedule, peaks["step"])
+    peaks = {phase: _with_overheads(_offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
+    seconds, sent = step_seconds(job, machine, option, schedule, units)
+    samples = machine.gpus // option.tensor * option.micro_batch * option.accumulate
+    return Estimate(
+        option,
+        peaks,
+        machine.gpu.memory,
+        _host(job, machine, option, units),
+        machine.host_memory,
+        sent,
+        activations_sent(job, option),
+        seconds,
+        samples * job.sequence / seconds.total,
+        _limited_by(machine, option, seconds),
+    )
+
+
+def local_units(job: Job, option: Option) -> list[Unit]:
+    """The units as one rank holds them, with what they keep for backward."""
+    sizes = job.shape.transformer
+    units = job.shape.with_activations(
+        option.micro_batch, job.sequence, option.checkpointing, tensor=option.tensor, element_bytes=job.widths.compute
+    )
+    return units if sizes is None else cut(units, sizes.hidden, option.tensor)
+
+
+def activations_sent(job: Job, option: Option) -> float:
+    """Bytes of activations that a rank sends to those that share its samples, in a step (ZeRO §8)."""
+    sizes = job.shape.transformer
+    if sizes is None or option.tensor == 1:
+        return 0.0
+    elements = block_parallel_elements(
+        option.micro_batch,
+        job.sequence,
+        sizes.hidden,
+        recompute=option.checkpointing != "off",
+        partitioned=option.checkpointing.startswith("P_a"),
+        early_stop=True,
+    )
+    share = (option.tensor - 1) / option.tensor
+    return elements * share * job.widths.compute * sizes.layers * option.accumulate
+
+
+def describe_peak(found: Estimate) -> str:
+    """The highest moment in words."""
+    return f"{gigabytes(found.peak)} of {gigabytes(found.limit)}, in {found.peak_phase}"
+
+
+def _load(shape: Shape, units: list[Unit], schedule: Schedule) -> Sizes:
+    """The model as it was built, all slices, and one unit's flat copy: what `onecopy.shard` holds at its end.
+
+    Of a model that is cut over tensor ranks, the whole of it before that, where that is more.
+    """
+    master = schedule.widths.master
+    padded = [sum(padded_numels(unit, schedule)) for unit in units]
+    sizes = dict.fromkeys(CATEGORIES, 0.0)
+    sizes["parameters_sliced"] = float(master * sum(padded) / schedule.slices)
+    sizes["parameters_gathered"] = float(master * max(padded))
+    sizes["other"] = float(master * sum(unit.all_parameters for unit in units))
+    whole = float(master * shape.parameters)
+    return sizes if sum(sizes.values()) >= whole else dict.fromkeys(CATEGORIES, 0.0) | {"other": whole}
+
+
+def _save(units: list[Unit], schedule: Schedule, step: Sizes) -> Sizes:
+    """Whole parameters in the master dtype inside of `onecopy.gathered`, on every rank."""
+    whole = sum(sum(padded_numels(unit, schedule)) for unit in units)
+    sizes = {**step, "optimizer_temporaries": 0.0, "gradients_sliced": 0.0}
+    sizes["other"] = float(schedule.widths.master * whole)
+    return sizes
+
+
+def _offloaded(sizes: Sizes, option: Option, schedule: Schedule) -> Sizes:
+    """Without what offloading moves to the host: optimizer states, masters and gradient slices, then parameters."""
+    if option.offload == "none":
+        return sizes
+    sizes = {**sizes, "optimizer": 0.0, "optimizer_temporaries": 0.0, "gradients_sliced": 0.0}
+    # At stage 3 slices in the compute dtype stay on the device, unless parameters are offloaded too.
+    stays = Stage.of(option.stage).shards_parameters and not option.offload.startswith("parameters")
+    share = schedule.widths.compute / schedule.widths.master if stays else 0.0
+    sizes["parameters_sliced"] *= share
+    return sizes
+
+
+def _with_overheads(sizes: Sizes) -> Sizes:
+    live = sum(sizes.values())
+    return {**sizes, "other": sizes["other"] + with_overheads(live) - live}
+
+
+def _host(job: Job, machine: Machine, option: Option, units: list[Unit]) -> float:
+    """Processes, and what was offloaded; page-locked buffers are rounded up as torch does."""
+    each = PROCESS_BYTES
+    own = sum(unit.parameters for unit in units) / _slices(option)
+    widths = job.widths
+    if option.offload != "none":
+        # Gradients come down and parameters go up through page-locked memory.
+        each += 2 * pinned_bytes(widths.compute * own)
+        if option.offload.endswith("cpu"):
+            each += 3 * widths.master * own
+        if option.offload == "parameters on cpu":
+            each += pinned_bytes(widths.compute * own)
+    if option.checkpointing.endswith("+cpu"):
+        each += sum(pinned_bytes(kept_bytes(unit, option.checkpointing, option.tensor)) for unit in units)
+    return each * machine.per_node
+
+
+def _slices(option: Option) -> int:
+    return option.shard if Stage.of(option.stage).shards_optimizer else 1
+
+
+def step_seconds(
+    job: Job, machine: Machine, option: Option, schedule: Schedule, units: list[Unit]
+) -> tuple[StepSeconds, float]:
+    """Seconds of a step, and bytes of model states that a rank sends in it.
+
+    Args:
+        units: as one rank holds them (`local_units`).
+    """
+    tokens = option.micro_batch * option.accumulate * job.sequence
+    sizes = job.shape.transformer
+    recompute = option.checkpointing != "off"
+    # What tensor parallelism leaves whole, every rank computes for itself. Frozen weights have no gradient to compute.
+    operations = step_flops(
+        sum(unit.parameters + 2 / 3 * sum(unit.frozen) for unit in units),
+        tokens,
+        recompute=recompute,
+        layers=sizes.layers if sizes else 0,
+        hidden=sizes.hidden // option.tensor if sizes else 0,
+        sequence=job.sequence if sizes else 0,
+    )
+    # A 32-bit product takes twice the time of a 16-bit one at the least.
+    compute = operations / machine.flops(sizes.hidden if sizes else None) * (2 if job.precision == "fp32" else 1)
+    widths = job.widths
+    padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
+    trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
+    again = Stage.of(option.stage).shards_parameters
+    copies = machine.gpus // option.tensor
+    shard, replicate = (option.shard, option.replicate) if _slices(option) > 1 else (copies, 1)
+    found = overlap(
+        option.stage,
+        [(widths.compute * (numel + (fixed if again else 0)), widths.reduce * numel) for numel, fixed in padded],
+        compute,
+        shard=shard,
+        replicate=replicate,
+        micro_batches=option.accumulate,
+        link=machine.shard_link(shard, option.tensor),
+        replicate_link=machine.replicate_link(shard, option.tensor),
+        recompute=recompute,
+        hidden_share=HIDDEN_SHARE,
+    )
+    elements = step_elements(option.stage, trained, option.shard, option.accumulate, option.replicate, frozen)
+    sent = elements.all_gather * widths.compute + (elements.reduce_scatter + elements.all_reduce) * widths.reduce
+    own = trained / _slices(option)
+    update, transfer = _update_seconds(job, machine, option, own, compute)
+    transfer += _fetch_seconds(machine, option, units, compute)
+    tensor = _tensor_seconds(job, machine, option)
+    return found._replace(update=update, transfer=transfer, tensor=tensor), sent
+
+
+def _tensor_seconds(job: Job, machine: Machine, option: Option) -> float:
+    """Seconds of what ranks that share samples send each other; computing waits for all of it."""
+    sizes = job.shape.transformer
+    if sizes is None or option.tensor == 1:
+        return 0.0
+    link = machine.tensor_link()
+    hidden_state = float(option.micro_batch * job.sequence * sizes.hidden * job.widths.compute)
+    # As `activations_sent` counts: two all-reduces in forward, two in backward, one in a recomputation.
+    reduces = 4 if option.checkpointing == "off" else 5
+    each = reduces * all_reduce_seconds(hidden_state, option.tensor, link)
+    if option.checkpointing.startswith("P_a"):
+        each += gather_seconds(hidden_state, option.tensor, link)
+    return each * sizes.layers * option.accumulate
+
+
+def _fetch_seconds(machine: Machine, option: Option, units: list[Unit], compute: float) -> float:
+    """Seconds of copies of activation checkpoints to the host and back that do not hide behind computing."""
+    if not option.checkpointing.endswith("+cpu"):
+        return 0.0
+    moved = sum(kept_bytes(unit, option.checkpointing, option.tensor) for unit in units) * option.accumulate
+    seconds = moved / machine.gpu.host
+    # With recomputation forward is a quarter of computing.
+    return max(0.0, seconds - HIDDEN_SHARE * compute / 4) + max(0.0, seconds - HIDDEN_SHARE * compute * 3 / 4)
+
+
+def _update_seconds(job: Job, machine: Machine, option: Option, own: float, compute: float) -> tuple[float, float]:
+    """Seconds of the optimizer's step, and of transfers that do not hide."""
+    widths = job.widths
+    if option.offload == "none":
+        return own * 7 * widths.master / machine.gpu.memory_bandwidth, 0.0
+    up = widths.compute * own / machine.gpu.host
+    down = max(0.0, widths.compute * own / machine.gpu.host - compute / 2)
+    transfer = up + down
+    update = cpu_step_seconds(own, machine.host_bandwidth / machine.per_node)
+    if option.offload.endswith("nvme"):
+        # Reads and writes of three fp32 states.
+        transfer += 6 * widths.master * own * machine.per_node / machine.nvme_bandwidth
+    if option.offload.startswith("parameters"):
+        fetched = 2 * widths.compute * own * option.accumulate / machine.gpu.host
+        transfer += max(0.0, fetched - compute)
+    return update, transfer
+
+
+def _limited_by(machine: Machine, option: Option, seconds: StepSeconds) -> str:
+    reach = option.shard * option.tensor if _slices(option) > 1 else machine.gpus
+    parts = {
+        "computing": seconds.compute,
+        machine.named_link(reach): seconds.exposed,
+        "tensor parallelism's messages": seconds.tensor,
+        "the optimizer's step": seconds.update,
+        "the link to the host": seconds.transfer,
+    }
+    return max(parts, key=lambda name: parts[name])

@@ -1,0 +1,142 @@
+"""Paste: a plan as what a user writes: the call, the training job's config, and the whole plan as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from onecopy.planner.answer.advice import Advice
+from onecopy.planner.answer.estimate import Estimate, Job, Option
+from onecopy.planner.machine.machine import Machine
+from onecopy.planner.model.tensor import KNOWN
+from onecopy.stage import Stage
+
+
+def shard_call(job: Job, found: Estimate) -> str:
+    """Python that shards a model as planned."""
+    option = found.option
+    arguments = [f"stage={option.stage}", f'precision="{job.precision}"']
+    lines = []
+    axes = {"shard": option.shard}
+    if option.replicate > 1 and Stage.of(option.stage).shards_optimizer:
+        axes = {"replicate": option.replicate} | axes
+    if option.tensor > 1:
+        axes |= {"tensor": option.tensor}
+    if len(axes) > 1:
+        sizes, names = ", ".join(map(str, axes.values())), ", ".join(f'"{name}"' for name in axes)
+        lines.append(f'mesh = torch.distributed.init_device_mesh("cuda", ({sizes}), mesh_dim_names=({names}))')
+        arguments.append("mesh=mesh")
+    if option.tensor > 1:
+        lines = ["from onecopy.recipes.tensor_parallel import parallelize", "", *lines]
+        # Other models are cut by torch's own parallelize_module.
+        lines.append(f'parallelize(model, mesh["tensor"])  # for {", ".join(KNOWN)} of transformers')
+    if option.accumulate > 1:
+        arguments.append(f"accumulate={option.accumulate}")
+    if option.checkpointing != "off":
+        arguments.append(f"activations=onecopy.Activations({_activations(option)})")
+    if found.loads_on_meta:
+        lines.append('# built inside `with torch.device("meta"):`, for it does not fit beside its slices')
+    lines.append(f"model = onecopy.shard(model, {', '.join(arguments)})")
+    if found.loads_on_meta:
+        lines.append('onecopy.materialize(model, device="cuda")')
+    if job.implementation == "fused":
+        lines.append("optimizer = torch.optim.AdamW(model.parameters(), fused=True)")
+    return "\n".join(lines)
+
+
+def _activations(option: Option) -> str:
+    """Arguments of `onecopy.Activations`, as far as they are not its defaults."""
+    arguments = []
+    if option.tensor > 1 and not option.checkpointing.startswith("P_a"):
+        arguments.append("partition=False")
+    if option.checkpointing.endswith("+cpu"):
+        arguments.append('offload="cpu"')
+    return ", ".join(arguments)
+
+
+def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) -> str:
+    """The keys of `onecopy train`'s config that the plan decides.
+
+    Args:
+        model: path of a transformers model or config; None leaves it out.
+    """
+    option = found.option
+    lines = []
+    if model is not None:
+        lines += ["[model]", f'path = "{model}"', ""]
+    lines += [
+        "[data]",
+        f"sequence_length = {job.sequence}",
+        f"batch = {option.micro_batch * option.accumulate * machine.gpus // option.tensor}",
+        "",
+        "[parallel]",
+        f"stage = {option.stage}",
+        f"ranks = {machine.gpus}",
+        f"accumulate = {option.accumulate}",
+    ]
+    if option.tensor > 1:
+        lines.append(f"tensor = {option.tensor}")
+    if job.precision != "fp16":
+        lines.append(f'precision = "{job.precision}"')
+    if Stage.of(option.stage).shards_optimizer and option.replicate > 1:
+        lines.append(f"replicate = {option.replicate}")
+    lines += ["", "[optimizer]", f'implementation = "{job.implementation}"']
+    if option.checkpointing != "off":
+        lines += ["", "[activations]", "recompute = true"]
+    if option.tensor > 1 and option.checkpointing.startswith("units"):
+        lines.append("partition = false")
+    if option.checkpointing.endswith("+cpu"):
+        lines.append('keep_on = "cpu"')
+    return "\n".join(lines) + "\n"
+
+
+def as_dict(job: Job, machine: Machine, advice: Advice) -> dict[str, Any]:
+    """The whole plan for programs: bytes, seconds and tokens a second, every option with what it needs."""
+    return {
+        "model": {
+            "name": job.shape.name,
+            "parameters": job.shape.parameters,
+            "units": len(job.shape.units),
+            "transformer": asdict(job.shape.transformer) if job.shape.transformer else None,
+        },
+        "sequence": job.sequence,
+        "precision": job.precision,
+        "machine": {
+            "gpus": machine.gpus,
+            "nodes": machine.nodes,
+            "gpu": machine.gpu._asdict(),
+            "link": machine.link,
+            "host_memory": machine.host_memory,
+        },
+        "reason": advice.reason,
+        "best": estimate_dict(advice.best),
+        "runner_up": estimate_dict(advice.runner_up),
+        "later": estimate_dict(advice.later),
+        "remedies": [
+            {"words": remedy.words, "available": remedy.available, "estimate": estimate_dict(remedy.found)}
+            for remedy in advice.remedies
+        ],
+        "options": [estimate_dict(found) for found in advice.estimates],
+    }
+
+
+def estimate_dict(found: Estimate | None) -> dict[str, Any] | None:
+    """One option for programs."""
+    if found is None:
+        return None
+    return {
+        "option": asdict(found.option),
+        "available": found.available,
+        "missing": list(found.option.missing),
+        "fits": found.fits,
+        "peak_bytes": found.peak,
+        "peak_phase": found.peak_phase,
+        "limit_bytes": found.limit,
+        "memory": found.peaks,
+        "host_bytes": found.host,
+        "bytes_sent": found.bytes_sent,
+        "activations_sent": found.activations_sent,
+        "seconds": {**found.seconds._asdict(), "total": found.seconds.total},
+        "tokens_per_second": found.tokens_per_second,
+        "limited_by": found.limited_by,
+    }

@@ -1,0 +1,186 @@
+"""Shape: what the planner must know of a model: its units, and for a transformer the sizes behind its activations.
+
+Made from sizes or from a bare count here; from real models in `describe.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from onecopy.errors import SettingsError
+from onecopy.planner.formulas.activations import (
+    HIDDEN_COPIES,
+    LOGITS_BYTES,
+    checkpoint_bytes,
+    copies_bytes,
+    logits_bytes,
+)
+from onecopy.planner.model.schedule import Unit
+
+Checkpointing = Literal["off", "units", "units+cpu", "P_a", "P_a+cpu"]
+
+CHECKPOINTING: Final[tuple[Checkpointing, ...]] = ("off", "units", "units+cpu", "P_a", "P_a+cpu")
+"""Nothing recomputed; one checkpoint a block, whole ("units") or cut over tensor-parallel ranks ("P_a"), on the device
+or moved to the host."""
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """Sizes of a transformer.
+
+    Attributes:
+        copies: of the hidden state that a block keeps for backward, see `activations.HIDDEN_COPIES`.
+        sequence: the longest that the model takes; None for any.
+        key_value_heads: where they are fewer than ``heads``.
+        spreads: whether its blocks are of a kind that onecopy can cut over tensor-parallel ranks.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    copies: float = HIDDEN_COPIES["gpt2"]
+    sequence: int | None = None
+    key_value_heads: int | None = None
+    spreads: bool = True
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model.
+
+    Attributes:
+        name: for people.
+        units: in the order of forward, the root first. Their activations are those of one sample where ``transformer``
+            is None, and unused otherwise.
+        transformer: None for other models, whose activations were measured.
+    """
+
+    name: str
+    units: tuple[Unit, ...]
+    transformer: Transformer | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Ψ, frozen ones included."""
+        return sum(unit.all_parameters for unit in self.units)
+
+    def with_activations(
+        self,
+        micro_batch: int,
+        sequence: int,
+        checkpointing: Checkpointing = "off",
+        *,
+        tensor: int = 1,
+        element_bytes: int = 2,
+    ) -> list[Unit]:
+        """The units with the bytes that they keep for backward on one rank.
+
+        Args:
+            micro_batch: samples.
+            sequence: tokens of each; other models than transformers have none.
+            checkpointing: what is kept of each block instead of all.
+            tensor: M, ranks that share each block.
+            element_bytes: of activations.
+        """
+        sizes = self.transformer
+        if sizes is None:
+            scale = micro_batch * element_bytes / 2
+            return [checkpointed(_scaled(unit, scale), checkpointing, tensor) for unit in self.units]
+        one = (micro_batch, sequence, sizes.hidden)
+        whole = copies_bytes(*one, sizes.copies, element_bytes, tensor_parallel=tensor)
+        inputs = checkpoint_bytes(*one, 1, element_bytes=element_bytes)
+        head = logits_bytes(micro_batch, sequence, sizes.vocabulary, each=LOGITS_BYTES * max(1, element_bytes / 4 * 2))
+        found = []
+        for unit in self.units:
+            if is_block(unit):
+                found.append(checkpointed(replace(unit, activations=whole, inputs=inputs), checkpointing, tensor))
+            else:
+                found.append(replace(unit, activations=0.0, working=0.0, logits=0.0 if unit.name else head))
+        return found
+
+
+def is_block(unit: Unit) -> bool:
+    """Whether the unit is one of a list of repeated blocks: its name ends with a number."""
+    return unit.name.rpartition(".")[2].isdigit()
+
+
+def checkpointed(unit: Unit, checkpointing: Checkpointing, tensor: int = 1) -> Unit:
+    """The unit with a checkpoint around it: it keeps its inputs, and the rest only while its backward runs.
+
+    Args:
+        tensor: M, ranks over which P_a cuts what is kept (ZeRO §6.1).
+    """
+    if checkpointing == "off" or unit.inputs is None:
+        return unit
+    kept = 0.0 if checkpointing.endswith("+cpu") else kept_bytes(unit, checkpointing, tensor)
+    return replace(unit, activations=0.0, checkpoint=kept, working=unit.activations)
+
+
+def kept_bytes(unit: Unit, checkpointing: Checkpointing, tensor: int) -> float:
+    """Bytes of the unit's inputs that one rank keeps, wherever they are."""
+    if checkpointing == "off" or unit.inputs is None:
+        return 0.0
+    return unit.inputs / tensor if checkpointing.startswith("P_a") else unit.inputs
+
+
+def _scaled(unit: Unit, scale: float) -> Unit:
+    inputs = None if unit.inputs is None else unit.inputs * scale
+    return replace(unit, activations=unit.activations * scale, inputs=inputs, logits=unit.logits * scale)
+
+
+def from_sizes(
+    layers: int,
+    hidden: int,
+    *,
+    heads: int | None = None,
+    vocabulary: int = 50_304,
+    intermediate: int | None = None,
+    name: str | None = None,
+) -> Shape:
+    """A GPT of those sizes, its head tied to the embedding: 12h² + 13h parameters a layer, as Megatron counts.
+
+    Raises:
+        SettingsError: if a size is not positive, or heads do not divide the hidden size.
+    """
+    if min(layers, hidden, vocabulary) < 1:
+        raise SettingsError(f"layers, hidden and vocabulary must be positive; found {layers}, {hidden}, {vocabulary}")
+    if heads is not None and (heads < 1 or hidden % heads):
+        raise SettingsError(f"heads must divide the hidden size of {hidden}; found {heads}")
+    wide = intermediate or 4 * hidden
+    block = (
+        *(3 * hidden * hidden, 3 * hidden, hidden * hidden, hidden),
+        *(hidden * wide, wide, wide * hidden, hidden),
+        *(hidden, hidden, hidden, hidden),
+    )
+    root = (vocabulary * hidden, hidden, hidden)
+    units = (Unit("", root), *(Unit(f"layers.{i}", block) for i in range(layers)))
+    sizes = Transformer(layers, hidden, heads or max(1, hidden // 128), vocabulary)
+    return Shape(name or f"GPT of {layers} layers, hidden {hidden}", units, sizes)
+
+
+def from_count(parameters: float, name: str | None = None) -> Shape:
+    """A GPT of about as many parameters, exactly so many in all: hidden = 128 · layers, as models of 1B to 1T have.
+
+    Raises:
+        SettingsError: if there are fewer than a thousand.
+    """
+    if parameters < 1000:
+        raise SettingsError(f"a model needs at least 1000 parameters; found {parameters:g}")
+    hidden = max(8, round((128 * parameters / 12) ** (1 / 3) / 8) * 8)
+    layers = max(1, round(parameters / (12 * hidden * hidden)))
+    vocabulary = max(1, min(50_304, int(parameters / (4 * hidden))))
+    each = int((parameters - vocabulary * hidden) // layers)
+    rest = int(parameters - vocabulary * hidden - each * layers)
+    units = (Unit("", (vocabulary * hidden + rest,)), *(Unit(f"layers.{i}", (each,)) for i in range(layers)))
+    # How many heads is not known: so many that every power of two up to there divides them.
+    heads = 1 << max(1, hidden // 128).bit_length() - 1
+    sizes = Transformer(layers, hidden, heads, vocabulary)
+    return Shape(name or f"{parameters:.4g} parameters, taken as a GPT", units, sizes)
+
+
+def largest(units: Sequence[Unit]) -> int:
+    """Parameters of the largest unit."""
+    return max((unit.all_parameters for unit in units), default=0)

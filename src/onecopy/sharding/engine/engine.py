@@ -1,0 +1,502 @@
+"""Engine: the hooks that carry a sharded model through forward and backward. One mechanism for every stage.
+
+    forward   before a unit: gather it (and begin the next), show whole parameters     after: show slices, release*
+    backward  before a unit: gather it (and begin the next)                            after: release*, reduce*
+    end of backward          reduce what never fired, set p.grad (`reducer.py`), release*
+    a write                  once no rank reads slices any more (`versions.py`)
+
+What is starred depends on the stage, and only so: parameters are released if the stage shards them, and after a
+step's last backward, since the optimizer is about to change them, if it shards the optimizer; gradients are reduced in
+every micro-batch if it shards them, else in the last one of a step.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from onecopy.comm.mesh import Mesh
+from onecopy.errors import UsageError
+from onecopy.observe.ledger import Ledger
+from onecopy.observe.meter import Meter
+from onecopy.sharding.bucket.bucket import Bucket
+from onecopy.sharding.bucket.saved import SavedWeights
+from onecopy.sharding.engine.buffers import Buffers
+from onecopy.sharding.engine.entrances import open_entrances
+from onecopy.sharding.engine.micro_batches import MicroBatches
+from onecopy.sharding.engine.order import Foresight
+from onecopy.sharding.engine.reducer import Reducer
+from onecopy.sharding.engine.unit import Passage, Unit, Visit
+from onecopy.sharding.engine.versions import Versions
+from onecopy.sharding.graph.boundary import at_end_of_backward, in_backward, in_transform, mark_inputs
+from onecopy.sharding.graph.frames import caller_of_hook, is_running
+from onecopy.sharding.graph.tensors import Edits, find_tensors, replace_tensors
+from onecopy.sharding.model.discover import name_units_for
+from onecopy.sharding.model.ignored import is_ignored
+from onecopy.sharding.tensor.sliced import SlicedTensor
+from onecopy.stage import Stage
+
+ENGINE: Final = "_onecopy_engine"
+"""Attribute of a sharded model."""
+
+
+class Engine:
+    """Runs one sharded model.
+
+    Args:
+        model: the root module.
+        units: all units with parameters, in the order of `model.named_modules()`.
+        stage: what is sharded.
+        mesh: the ranks.
+        ledger: where collectives are booked.
+        meter: where bytes are counted.
+        inputs: dtype to which floating-point inputs of the model and its units are cast, None to leave them.
+        accumulate: micro-batches in a step.
+        prefetch: units to gather ahead.
+        syncs_buffers: keep buffers equal to the first rank's.
+
+    Attributes:
+        gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
+        micro_batches: where in a step training is.
+        versions: when slices may be read by others, and when they may change.
+        buffers: what is not sharded.
+        inputs: as it was given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        *,
+        stage: Stage,
+        mesh: Mesh,
+        ledger: Ledger,
+        meter: Meter,
+        inputs: torch.dtype | None,
+        accumulate: int,
+        prefetch: int,
+        syncs_buffers: bool,
+    ) -> None:
+        self.model = model
+        self.units = list(units)
+        self.stage = stage
+        self.mesh = mesh
+        self.ledger = ledger
+        self.meter = meter
+        self.gathered = 0
+        self.micro_batches = MicroBatches(accumulate)
+        self.inputs = inputs
+        self.buffers = Buffers(model, mesh, syncs=syncs_buffers)
+        self._step_began = 0.0
+        self._state_bytes: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._in_model_forward = False
+        self._records = False
+        self._trains = False
+        self._counts = False
+        self._has_looked = False
+        self._awaits_backward = False
+        self._unrecorded = 0
+        self._in_backward = False
+        self._visited: set[Unit] = set()
+        self._forward = Foresight(prefetch)
+        self._backward = Foresight(prefetch)
+        root = [unit for unit in self.units if unit.scope is model]
+        if not root:
+            root = [Unit("", model, ())]
+            self.units.insert(0, root[0])
+        self._root = root[0]
+        self._reduce_order = [unit for unit in self.units if unit is not self._root][::-1] + root
+        self.versions = Versions(mesh.shard, self._buckets)
+        self.versions.lay_out()
+        self.rebuild_gradients()
+        for unit in self.units:
+            self._attach(unit)
+        open_entrances(self._root, self._before_forward, self._after_forward, self._forget_interrupted)
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UsageError(
+            f"a sharded {type(self.model).__name__} can be neither copied nor pickled, inside onecopy.gathered either: "
+            f"build another model, and give it a copy of model.state_dict() from there."
+        )
+
+    def rebuild_gradients(self) -> None:
+        """Start from no gradients; to be called when units have new parameters."""
+        for unit in self.units:
+            unit.rebuild_gradients()
+            for gradients in unit.gradients:
+                gradients.on_arrival = partial(self._all_arrived, unit)
+        alike = self.stage.shards_optimizer and not self.versions.reads_freely and self.mesh.shard.size > 1
+        self._reducer = Reducer(
+            self.units,
+            [u for u in self._reduce_order if u.gradients],
+            self.mesh,
+            (lambda: self._forward.seen + self._backward.seen) if alike else None,
+        )
+        released = [bucket for bucket in self._buckets if self.stage.shards_parameters and bucket.is_own_memory]
+        self._saved = SavedWeights(released, self._gather_saved)
+        for bucket in self._buckets:
+            bucket.seal()
+
+    def _attach(self, unit: Unit) -> None:
+        before = torch.compiler.disable(partial(self._before_forward, unit))
+        after = torch.compiler.disable(partial(self._after_forward, unit))
+        unit.scope.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        unit.scope.register_forward_hook(after, always_call=True)
+
+    def _gather_saved(self, bucket: Bucket) -> None:
+        """Backward comes to a weight by a way that no hook has announced."""
+        bucket.start_gather(backward=True)
+        bucket.finish_gather()
+
+    def _gather(self, unit: Unit, foresight: Foresight) -> None:
+        """Make ``unit`` whole, and begin to gather what is likely to come next."""
+        backward = foresight is self._backward
+        ahead = foresight.visit(unit)
+        unit.start_gather(backward=backward)
+        # Before waiting: a link between two gathers must not stand idle.
+        for following in ahead:
+            following.start_gather(backward=backward)
+        unit.finish_gather()
+
+    # --- forward
+
+    def _before_forward(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.gathered:
+            return None
+        if in_transform():
+            raise UsageError(
+                "torch.func's transforms (vmap, jvp, jacrev, …) cannot see through a sharded model, which gathers and "
+                "releases: call them inside `with onecopy.gathered(model):`, on whole parameters."
+            )
+        if unit.scope is self.model:
+            self._forget_interrupted()
+        recomputes = in_backward()
+        visit = unit.record_visit() if torch.is_grad_enabled() else None
+        cache = torch.is_autocast_cache_enabled()
+        passage = Passage(visit, recomputes, cache, caller_of_hook(), sys.exception())
+        unit.passages.append(passage)
+        # Autocast would keep cast copies of whole weights, past their release and past the optimizer's step.
+        torch.set_autocast_cache_enabled(False)
+        if recomputes:
+            # For an activation checkpoint. What it gathers stays whole until the unit's own backward has run.
+            self._enter_backward()
+            if unit.unrecorded:
+                unit.unrecorded -= 1
+                self._unrecorded -= 1
+            if visit is not None:
+                unit.enter(visit)
+            self._gather(unit, self._backward)
+        else:
+            if self._in_backward:
+                self.recover()
+            # Before any message: others may wait for it while this rank waits for theirs.
+            self.versions.lay_out()
+            if unit.scope is self.model and len(unit.passages) == 1:
+                self._begin_forward(recorded=visit is not None)
+            if visit is None and self._records:
+                unit.unrecorded += 1
+                self._unrecorded += 1
+            self.ledger.phase = "forward"
+            self._visited.add(unit)
+            self._gather(unit, self._forward)
+        unit.show_whole()
+        args, kwargs = self._cast(args, kwargs, passage.edits)
+        if visit is not None:
+            visit.time = perf_counter()
+            ended = partial(self._after_backward, unit, visit)
+            args, kwargs, visit.marked = mark_inputs(ended, args, kwargs, passage.edits)
+            if self._saved:
+                passage.hooks = self._saved.enter()
+        return args, kwargs
+
+    def _count_gradients(self) -> None:
+        """Slices in `p.grad` come and go by the user's hand, so they are looked at and not followed."""
+        self.meter.set("gradients_sliced", sum(g.sliced_bytes for unit in self.units for g in unit.gradients))
+
+    def _begin_forward(self, *, recorded: bool) -> None:
+        for bucket in self._buckets:
+            bucket.check(trains=recorded)
+        self._trains = any(entry.shown.requires_grad for bucket in self._buckets for entry in bucket.entries)
+        self._in_model_forward = True
+        self._records = recorded
+        if recorded:
+            self.micro_batches.forward_begins()
+            self._awaits_backward = True
+        self._count_gradients()
+        self._forward.begin()
+        with self.ledger.during("forward"):
+            self.buffers.before_forward(recorded=recorded)
+
+    def _cast(self, args: Any, kwargs: Any, edits: Edits) -> tuple[Any, Any]:
+        """A unit's floating-point inputs in the compute dtype; another unit may have computed in a wider one."""
+        if self.inputs is None:
+            return args, kwargs
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self.inputs) if tensor.is_floating_point() else tensor
+
+        return replace_tensors(args, cast, edits), replace_tensors(kwargs, cast, edits)
+
+    def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
+        if not unit.passages:
+            return
+        passage = unit.passages.pop()
+        self._undo(passage)
+        try:
+            if not unit.is_computing:
+                unit.show_sliced()
+        finally:
+            # A forward that raised comes here too, without an output. So does one that returns None.
+            failed = output is None and sys.exception() is not passage.handled
+            if not passage.recomputes:
+                if passage.visit is not None and not failed:
+                    self._record(unit, passage.visit, "forward")
+                    self._watch(unit, passage.visit, output)
+                if self.stage.shards_parameters and not unit.is_computing:
+                    unit.release()
+            if unit.scope is self.model and not unit.passages and not passage.recomputes:
+                self._end_forward(failed)
+
+    def _undo(self, passage: Passage) -> None:
+        """Put back what a forward had changed around it."""
+        if passage.hooks is not None:
+            passage.hooks.leave()
+        torch.set_autocast_cache_enabled(passage.autocast_cache)
+        passage.edits.undo()
+
+    def _end_forward(self, failed: bool) -> None:
+        self._in_model_forward = self._records = False
+        if self.stage.shards_parameters:
+            for unit in self.units:
+                if not unit.is_computing:
+                    # What was gathered ahead and not come to.
+                    unit.release()
+        if not failed and not self._has_looked:
+            self._has_looked = True
+            self._refuse_new_parameters()
+
+    def _refuse_new_parameters(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if not isinstance(parameter, SlicedTensor) and not is_ignored(parameter):
+                raise UsageError(
+                    f"parameter {name!r} came into the model after onecopy.shard and would not be averaged over ranks: "
+                    f"add and replace modules before."
+                )
+
+    def _watch(self, unit: Unit, visit: Visit, output: Any) -> None:
+        """Have `_before_backward` called when the first gradient comes back to what the unit returned."""
+        for tensor in find_tensors(output):
+            if (node := tensor.grad_fn) is not None:
+                node.register_prehook(partial(self._before_backward, unit, visit))
+
+    # --- backward
+
+    def _enter_backward(self, *, differentiated: bool = False) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._awaits_backward = False
+        self._counts = self._trains and not differentiated
+        self.ledger.phase = "backward"
+        self._backward.begin()
+        last = self.micro_batches.is_last
+        self._reducer.begin(sends=self._counts and (self.stage.shards_gradients or last), last=last)
+        at_end_of_backward(self._end_of_backward)
+
+    @property
+    def _releases_after_backward(self) -> bool:
+        """Whether whole parameters have no further use once this backward is through with them."""
+        return self.stage.shards_parameters or (
+            self.stage.shards_optimizer and self._counts and self.micro_batches.step_follows
+        )
+
+    def _before_backward(self, unit: Unit, visit: Visit, _: object) -> None:
+        if visit.began:
+            return
+        if torch.is_grad_enabled() and self.stage.shards_parameters:
+            raise UsageError(
+                "backward with create_graph=True (double backward, a gradient penalty) is not supported at stage 3: "
+                "shard at stage 1 or 2, or take units=[] or the gradient inside of one unit's forward."
+            )
+        unit.check_visit(visit)
+        unit.enter(visit)
+        self._enter_backward(differentiated=torch.is_grad_enabled())
+        if unit.buckets:
+            self._gather(unit, self._backward)
+            # For activation checkpoints inside of the unit, which recompute without calling it.
+            unit.show_whole()
+        visit.time = perf_counter()
+
+    def _after_backward(self, unit: Unit, visit: Visit) -> None:
+        """The gradients of what the unit was given are there, and so all of its backward has run."""
+        self._end_visit(unit, visit)
+        self._reduce_if_over(unit)
+
+    def _all_arrived(self, unit: Unit) -> None:
+        """The last gradient of one of the unit's buckets is there. Without inputs to watch, that is the end."""
+        if self._has_all(unit):
+            for visit in unit.entered:
+                if not visit.ended:
+                    self._end_visit(unit, visit)
+        self._reduce_if_over(unit)
+
+    def _has_all(self, unit: Unit) -> bool:
+        """Whether every gradient is there that may come in this backward."""
+        return (
+            self._unrecorded == 0
+            and unit.all_arrived
+            and all(visit.ended or not visit.marked for visit in unit.entered)
+        )
+
+    def _reduce_if_over(self, unit: Unit) -> None:
+        """The unit's backward is over when that of all its forwards is, or when no further gradient can come."""
+        if self._has_all(unit) or not unit.awaits_backward:
+            self._reducer.finished(unit, self._visited)
+
+    def _record(self, unit: Unit, visit: Visit, phase: str) -> None:
+        if (timeline := self.ledger.timeline) is not None:
+            timeline.add(f"{phase} {unit.name or '(root)'}", "compute", phase, unit.name, visit.time, perf_counter())
+
+    def _end_visit(self, unit: Unit, visit: Visit) -> None:
+        unit.exit(visit)
+        self._record(unit, visit, "backward")
+        if not unit.is_computing:
+            unit.show_sliced()
+        if self._releases_after_backward and not unit.is_computing:
+            unit.release(frozen=self.stage.shards_parameters)
+
+    def _end_of_backward(self) -> None:
+        try:
+            self._reducer.end()
+        except BaseException:
+            self._begin_step_anew()
+            raise
+        finally:
+            self._leave_backward()
+        if self._counts:
+            self.buffers.micro_batch_ended(last=self.micro_batches.is_last)
+            self.micro_batches.backward_ended()
+
+    def _begin_step_anew(self) -> None:
+        """A backward failed, here or on another rank: the next micro-batch is a step's first, on all of them."""
+        self.micro_batches.begin_anew()
+        self.buffers.micro_batch_ended(last=True)
+
+    def _leave_backward(self) -> None:
+        for unit in self.units:
+            unit.leave()
+            unit.show_sliced()
+            if self._releases_after_backward:
+                unit.release(frozen=self.stage.shards_parameters)
+        self._visited.clear()
+        self._unrecorded = 0
+        self._in_backward = False
+        self.ledger.phase = "step"
+
+    # --- what the user calls
+
+    def reduce_gradients(self) -> None:
+        """Send what micro-batches have kept, as if the last of them had been the last one of the step."""
+        if self._in_backward:
+            self.recover()
+        with self.ledger.during("backward"):
+            self._reducer.begin(sends=True, last=True)
+            self._reducer.end()
+            for unit in self.units:
+                unit.finished = False
+        self.micro_batches.begin_anew()
+
+    def advise(self, parameter: str) -> str:
+        """What lets ``parameter`` be used where it was just now: in the model's forward, but outside of its unit's."""
+        if not self._in_model_forward:
+            return ""
+        units = name_units_for(self.model, [unit.name for unit in self.units], parameter)
+        return (
+            f" To use it in other modules' forwards too, make it the root's, which is whole for all of the model's "
+            f"forward: onecopy.shard(..., units={units})."
+        )
+
+    def enter_gathered(self) -> None:
+        """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
+        self.come_to_rest()
+        if self._in_backward or any(unit.passages for unit in self.units):
+            raise UsageError("onecopy.gathered cannot be entered while the model is computing.")
+        self.buffers.settle()
+        self.gathered += 1
+
+    def before_step(self) -> None:
+        """The optimizer is about to step."""
+        self.come_to_rest()
+        self._refuse_nothing_to_do()
+        self.versions.step_begins()
+        self.ledger.phase = "step"
+        self.buffers.before_step()
+        self._count_gradients()
+        self._step_began = perf_counter()
+
+    def _refuse_nothing_to_do(self) -> None:
+        if (
+            self._awaits_backward
+            and self._trains
+            and all(entry.sliced.grad is None for bucket in self._buckets for entry in bucket.entries)
+        ):
+            self._awaits_backward = False
+            raise UsageError(
+                "the optimizer was stepped, and backward has not come through the model since its forward: sharded "
+                "parameters get their gradients from loss.backward() alone. torch.autograd.grad(loss, parameters) and "
+                "backward(inputs=parameters) do not find them in the graph, which holds whole ones."
+            )
+
+    def step_done(self, optimizer: object, state_bytes: int) -> None:
+        """``optimizer``, which holds ``state_bytes`` of states, has stepped: a micro-batch is a step's first again."""
+        self.versions.step_ends()
+        self.micro_batches.stepped()
+        self._state_bytes[optimizer] = state_bytes
+        self.meter.set("optimizer", sum(self._state_bytes.values()))
+        if (timeline := self.ledger.timeline) is not None:
+            timeline.add("optimizer step", "compute", "step", "", self._step_began, perf_counter())
+        self.ledger.close_step()
+
+    def come_to_rest(self) -> None:
+        """Show slices everywhere if nothing computes, after a forward or backward that ended with an exception too."""
+        self._forget_interrupted()
+        if self._in_backward and not in_backward():
+            self.recover()
+        self.versions.lay_out()
+
+    def _forget_interrupted(self) -> None:
+        # The outermost last: it has seen what autocast was set to.
+        for unit in self.units[::-1]:
+            for passage in [p for p in unit.passages[::-1] if not is_running(p.caller)]:
+                unit.passages.remove(passage)
+                self._undo(passage)
+                unit.show_sliced()
+                if self.stage.shards_parameters and not unit.is_computing:
+                    unit.release()
+        if not self._root.passages:
+            self._in_model_forward = self._records = False
+
+    def recover(self) -> None:
+        """Go on after a backward that raised an error here: with the first micro-batch of a step."""
+        try:
+            self._reducer.abandon()
+        finally:
+            self._begin_step_anew()
+            self._leave_backward()
+
+
+def find_engine(model: nn.Module) -> Engine | None:
+    """The engine of ``model``, None if it is not what `onecopy.shard` has returned."""
+    engine = getattr(model, ENGINE, None)
+    return engine if isinstance(engine, Engine) else None

@@ -1,0 +1,177 @@
+"""Unit: a module scope whose parameters are gathered and released as one, and the visits that computation pays it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from torch import Tensor, nn
+
+from onecopy.sharding.bucket.bucket import Bucket
+from onecopy.sharding.bucket.gradients import Gradients
+from onecopy.sharding.bucket.saved import Hooks
+from onecopy.sharding.graph.tensors import Edits
+
+
+class Visit:
+    """One forward of a unit that autograd recorded. It lives as long as the graph of that forward does.
+
+    Attributes:
+        changes: state of the unit's parameters at the time of the forward.
+        marked: the forward had inputs that require a gradient, so that the end of its backward can be seen.
+        began: its backward has begun.
+        ended: its backward has run through the whole unit.
+        time: `perf_counter()` when its forward, and then its backward, began; for a profile.
+    """
+
+    __slots__ = ("__weakref__", "began", "changes", "ended", "marked", "time")
+
+    def __init__(self, changes: int) -> None:
+        self.changes = changes
+        self.time = 0.0
+        self.marked = False
+        self.began = False
+        self.ended = False
+
+
+@dataclass
+class Passage:
+    """A forward of a unit that is running now.
+
+    Attributes:
+        visit: None where autograd records nothing.
+        recomputes: it runs inside a backward, for an activation checkpoint.
+        autocast_cache: whether autocast kept cast weights before it began.
+        caller: the frame that runs it.
+        handled: the exception that its caller was handling, None as a rule; any other is the forward's own.
+        edits: tensors replaced in its arguments until it ends.
+        hooks: what decides how autograd keeps tensors, put in force for this forward; None if they were already.
+    """
+
+    visit: Visit | None
+    recomputes: bool
+    autocast_cache: bool
+    caller: FrameType | None
+    handled: BaseException | None
+    edits: Edits = field(default_factory=Edits)
+    hooks: Hooks | None = None
+
+
+class Unit:
+    """See the file's first line.
+
+    Args:
+        name: fully qualified name of the scope; "" is the root.
+        scope: the module whose forward needs the parameters.
+        buckets: the parameters below ``scope`` that no unit further down has.
+
+    Attributes:
+        gradients: those of its trainable buckets.
+        visits: recorded forwards whose graphs are alive.
+        entered: those among them whose backward has begun in the backward that runs now.
+        unrecorded: forwards without a graph inside a recorded forward of the model: reentrant activation checkpoints,
+            which will record them when they recompute.
+        passages: forwards that are running now; more than one when the unit calls itself.
+        finished: this backward has nothing more to do here.
+    """
+
+    def __init__(self, name: str, scope: nn.Module, buckets: Sequence[Bucket]) -> None:
+        self.name = name
+        self.scope = scope
+        self.buckets = tuple(buckets)
+        self.gradients: tuple[Gradients, ...] = ()
+        self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self.entered: list[Visit] = []
+        self.unrecorded = 0
+        self.passages: list[Passage] = []
+        self.finished = False
+        self._shows_whole = False
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {sum(len(b.entries) for b in self.buckets)} parameters)"
+
+    @property
+    def changes(self) -> int:
+        """Counts writes to the parameters."""
+        return sum(bucket.changes for bucket in self.buckets)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or a backward runs through the unit now."""
+        return bool(self.passages) or not all(visit.ended for visit in self.entered)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward is left whose backward has not run."""
+        return self.unrecorded > 0 or any(not visit.ended for visit in self.visits)
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether this backward has computed every gradient of the unit."""
+        return all(g.all_arrived for g in self.gradients)
+
+    def rebuild_gradients(self) -> None:
+        """Start from no gradients; to be called when the buckets have new parameters."""
+        self.gradients = tuple(Gradients(bucket) for bucket in self.buckets if bucket.trainable)
+
+    def record_visit(self) -> Visit:
+        visit = Visit(self.changes)
+        self.visits.add(visit)
+        return visit
+
+    def enter(self, visit: Visit) -> None:
+        """The backward of ``visit`` begins."""
+        visit.began = True
+        self.entered.append(visit)
+
+    def exit(self, visit: Visit) -> None:
+        """The backward of ``visit`` has run. Of outputs that no hook could watch, nobody saw it begin."""
+        if not visit.began:
+            self.enter(visit)
+        visit.ended = True
+
+    def leave(self) -> None:
+        """The backward that ran is over. A graph that was retained may run backward again."""
+        for visit in self.entered:
+            visit.began = visit.ended = False
+        self.entered.clear()
+        self.finished = False
+        self.unrecorded = 0
+
+    def check_visit(self, visit: Visit) -> None:
+        """Raise `UsageError` if the parameters changed between a forward and its backward."""
+        if visit.changes != self.changes:
+            self.buckets[0].refuse_changed()
+
+    def start_gather(self, *, backward: bool = False) -> None:
+        for bucket in self.buckets:
+            bucket.start_gather(backward=backward)
+
+    def finish_gather(self) -> None:
+        for bucket in self.buckets:
+            bucket.finish_gather()
+
+    def release(self, *, frozen: bool = True) -> None:
+        """Give whole parameters back; with ``frozen`` False only those that an optimizer changes."""
+        for bucket in self.buckets:
+            if frozen or bucket.trainable:
+                bucket.release()
+
+    def show_whole(self) -> None:
+        """Let modules hold the whole parameters; only while they are gathered."""
+        self._shows_whole = True
+        for bucket in self.buckets:
+            bucket.show_whole()
+
+    def show_sliced(self) -> None:
+        """Let modules hold the sliced parameters again, if they do not."""
+        if self._shows_whole:
+            self._shows_whole = False
+            for bucket in self.buckets:
+                bucket.show_sliced()
+
+    def shows(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` looks at the unit's whole parameters."""
+        return any(bucket.shows(tensor) for bucket in self.buckets)

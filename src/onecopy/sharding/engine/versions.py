@@ -1,0 +1,74 @@
+"""Versions: when slices may be read by other ranks, and when they may change.
+
+Between two writes every rank fetches every slice when and as often as it likes, and nobody waits for anybody's
+control flow. A write begins with a barrier: once all ranks have come to it, none reads the old version any more. What
+was written is laid out as the next version when the write is over, and whoever wants it waits for no more than that.
+
+    laid out: any rank reads ──▶ barrier ──▶ written to: none reads ──▶ laid out under the next number
+
+The writes of an optimizer's step are one write. All ranks make the same writes, so they agree on the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onecopy.comm.mesh import Axis
+from onecopy.sharding.bucket.bucket import Bucket
+
+
+class Versions:
+    """The versions of one model's slices.
+
+    Args:
+        axis: the ranks that read each other's slices.
+        buckets: all that the model has.
+
+    Attributes:
+        reads_freely: ranks fetch each other's slices; else they gather by collectives, each rank the same ones.
+    """
+
+    def __init__(self, axis: Axis, buckets: Sequence[Bucket]) -> None:
+        self._axis = axis
+        self._buckets = buckets
+        self._number = 1
+        self._is_laid_out = False
+        self._in_step = False
+        shelves = axis.make_shelves([bucket.tag for bucket in buckets])
+        self.reads_freely = shelves is not None
+        for position, bucket in enumerate(buckets):
+            bucket.before_write = self.before_write
+            bucket.shelf = None if shelves is None else shelves[position]
+
+    def lay_out(self) -> None:
+        """Let other ranks read what the slices hold now."""
+        if self._is_laid_out:
+            return
+        self._is_laid_out = True
+        for bucket in self._buckets if self.reads_freely else ():
+            if bucket.device.type == "cpu":
+                bucket.lay_out(self._number)
+
+    def before_write(self) -> None:
+        """A slice is about to change; every rank comes here. One of a step's writes waits for the readers."""
+        if self._in_step and not self._is_laid_out:
+            return
+        self.lay_out()
+        if self.reads_freely:
+            for bucket in self._buckets:
+                # A gather that was begun ahead, of what the forward then did not come to.
+                bucket.finish_gather()
+            self._axis.barrier()
+            for bucket in self._buckets:
+                bucket.clear_shelf()
+        self._number += 1
+        self._is_laid_out = False
+
+    def step_begins(self) -> None:
+        """An optimizer's step begins, all of whose writes are one."""
+        self.lay_out()
+        self._in_step = True
+
+    def step_ends(self) -> None:
+        self._in_step = False
+        self.lay_out()

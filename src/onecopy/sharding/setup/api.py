@@ -1,0 +1,323 @@
+"""shard: the one call. It cuts a model into slices, in place, and leaves an engine that runs it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer
+
+import onecopy.sharding.tensor.operations  # noqa: F401  (fills SlicedTensor's table of rules)
+from onecopy.activations.policy import Activations
+from onecopy.comm.dtensors import local_of
+from onecopy.comm.mesh import Mesh, make_mesh
+from onecopy.errors import SettingsError, UsageError
+from onecopy.memory.arena import Arena
+from onecopy.memory.staging import Staging
+from onecopy.observe.ledger import Ledger, Phase
+from onecopy.observe.meter import Meter
+from onecopy.sharding.bucket.bucket import Bucket, Found
+from onecopy.sharding.engine.buffers import equalise
+from onecopy.sharding.engine.engine import ENGINE, Engine, find_engine
+from onecopy.sharding.engine.unit import Unit
+from onecopy.sharding.model.discover import Units, find_parameters, find_scopes
+from onecopy.sharding.model.ignored import Ignored, find_ignored, mark_ignored
+from onecopy.sharding.model.statistics import widen_weights
+from onecopy.sharding.model.structure import guard
+from onecopy.sharding.setup.agreement import check_agreement
+from onecopy.sharding.setup.optimizers import check_holds, mark_replaced, remap, watch
+from onecopy.sharding.setup.preconditions import (
+    check_count,
+    check_holds_once,
+    check_kind,
+    check_not_hooked,
+    check_not_sharded,
+)
+from onecopy.sharding.setup.state_dicts import follow_state_dicts
+from onecopy.sharding.tensor.precision import Dtypes, Precision
+from onecopy.sharding.tensor.sliced import SlicedTensor
+from onecopy.sharding.tensor.tensor_parallel import describe, tensor_mesh
+from onecopy.stage import Stage
+
+_ARENA = "_onecopy_arena"
+
+# Names the messages of buckets; models that are sharded one after the other must not share names.
+_bucket_numbers = itertools.count()
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _outside_of_meta(function: Callable[P, R]) -> Callable[P, R]:
+    """Inside `torch.device("meta")`, where the model may be built, messages are to have values all the same."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_outside_of_meta
+def shard(
+    model: ModelT,
+    stage: int,
+    *,
+    mesh: DeviceMesh | None = None,
+    units: Units = "auto",
+    ignored: Ignored = (),
+    precision: Precision | str | None = None,
+    accumulate: int = 1,
+    prefetch: int = 1,
+    optimizer: Optimizer | None = None,
+    broadcast_buffers: bool = True,
+    activations: Activations | None = None,
+    bucket_bytes: int | None = None,
+    defragment: bool = False,
+) -> ModelT:
+    """Shard a model's states over the ranks, in place. Every rank calls it with the same model and settings.
+
+    Parameters and buffers take the first rank's values, as with DDP. Afterwards `model.parameters()` are
+    `SlicedTensor`s, and the training loop stays as it was. The model gains two methods: `no_sync()`, a context in which
+    micro-batches are not the last of a step, and `reduce_gradients()`, which ends a step's micro-batches early.
+    Gradients are averaged over ranks; dividing the loss by the number of micro-batches is the loop's business.
+
+    Args:
+        model: any module, on the device where it is to train, or on meta (see `materialize`).
+        stage: what is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
+        mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
+            all ranks of the default process group. Without a process group there is one rank.
+        units: scopes gathered as one: "auto", or modules, module classes and names.
+        ignored: parameters to leave as they are, modules with such, or names of either. They stay plain and whole on
+            each rank, with its own values and in their own dtype; nobody averages their gradients but the training
+            loop, before it clips and steps.
+        precision: "fp32", "bf16", "bf16-lean" (which holds gradients in bf16 too), "fp16", a `Precision`, or None to
+            keep every parameter's own dtype.
+        accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
+        prefetch: units to gather ahead of the one that computes.
+        optimizer: one made before, to be changed in place to the sliced parameters, its states too.
+        broadcast_buffers: before each training forward and before each step take the first rank's buffers (running
+            statistics, codebooks), so that they are equal when the model is evaluated or saved. False: each rank keeps
+            its own.
+        activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
+            None leaves activations to the model.
+        bucket_bytes: most bytes of one communication buffer, of which two are in use; gradients of larger units go
+            through it in pieces. None: 8 MiB on the CPU, 256 MiB elsewhere.
+        defragment: keep gradients and activation checkpoints in regions of their own (`arena`), so that what lives
+            shorter leaves no holes between them. What the regions have reserved they keep.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        SettingsError: for a setting that cannot work.
+        UsageError: if the model, or a module in it, is sharded already.
+        MismatchError: if ranks were given different models or settings.
+    """
+    kind = Stage.of(stage)
+    dtypes = Precision.of(precision)
+    check_count("accumulate", accumulate, at_least=1)
+    check_count("prefetch", prefetch, at_least=0)
+    if bucket_bytes is not None:
+        check_count("bucket_bytes", bucket_bytes, at_least=1)
+    check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
+    check_kind("defragment", defragment, bool, "True or False")
+    check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
+    check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
+    check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
+    check_kind("model", model, nn.Module, "a torch.nn.Module")
+    if activations is not None:
+        activations.check()
+    check_not_sharded(model)
+    left = find_ignored(model, ignored)
+    scopes = find_parameters(model, find_scopes(model, units), left.values())
+    if not scopes:
+        raise SettingsError(f"{type(model).__name__} has no parameters to shard")
+    device = next(iter(scopes.values()))[0].parameter.device
+    check_not_hooked(scopes)
+    if optimizer is not None:
+        check_holds(optimizer, model.parameters())
+        check_holds_once(optimizer, scopes)
+    ledger = Ledger()
+    meter = Meter(ledger)
+    ranks = make_mesh(
+        mesh,
+        shards=kind.shards_optimizer,
+        ledger=ledger,
+        staging=Staging(bucket_bytes, on_change=partial(meter.add, "communication")),
+        tensor=tensor_mesh((item.name, item.parameter) for found in scopes.values() for item in found),
+    )
+    settings = {
+        "stage": stage,
+        "precision": dtypes,
+        "accumulate": accumulate,
+        "prefetch": prefetch,
+        "broadcast_buffers": broadcast_buffers,
+        "activations": activations,
+        "bucket_bytes": bucket_bytes,
+        "defragment": defragment,
+    }
+    lines = [f"{name}={value}" for name, value in settings.items()] + [f"ignored parameter {name!r}" for name in left]
+    check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
+
+    modules = dict(model.named_modules())
+    regions = Arena() if defragment else None
+    made = [
+        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter, regions))
+        for name, found in scopes.items()
+    ]
+    engine = Engine(
+        model,
+        made,
+        stage=kind,
+        mesh=ranks,
+        ledger=ledger,
+        meter=meter,
+        inputs=dtypes.compute,
+        accumulate=accumulate,
+        prefetch=prefetch,
+        syncs_buffers=broadcast_buffers,
+    )
+    if dtypes.compute is not None:
+        widen_weights(model)
+    if activations is not None:
+        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter, regions)
+    if device.type != "meta":
+        equalise(model, ranks)
+    if optimizer is not None:
+        remap(optimizer, _replacements(scopes, made))
+    _retire(scopes)
+    for parameter in left.values():
+        mark_ignored(parameter)
+    watch(engine)
+    guard(model)
+    follow_state_dicts(model)
+    for name, value in {
+        ENGINE: engine,
+        _ARENA: regions,
+        "no_sync": engine.micro_batches.no_sync,
+        "reduce_gradients": engine.reduce_gradients,
+    }.items():
+        setattr(model, name, value)
+    return model
+
+
+def ledger(model: nn.Module) -> Ledger:
+    """The ledger of a sharded model: what its collectives sent, per step and in total.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    return engine_of(model).ledger
+
+
+def meter(model: nn.Module) -> Meter:
+    """The meter of a sharded model: bytes that it holds on this rank, by category.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    return engine_of(model).meter
+
+
+def arena(model: nn.Module) -> Arena | None:
+    """The regions in which a model that was sharded with ``defragment`` keeps gradients and activation checkpoints.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    engine_of(model)
+    regions: Arena | None = getattr(model, _ARENA)
+    return regions
+
+
+def padded_numel(model: nn.Module) -> int:
+    """Elements that one gather of the whole model moves: its parameters and the padding between them."""
+    return sum(bucket.layout.padded_numel for unit in engine_of(model).units for bucket in unit.buckets)
+
+
+@contextmanager
+def phase_of(model: nn.Module, phase: Phase) -> Iterator[None]:
+    """Book traffic and peaks inside the block under ``phase``, if ``model`` is sharded."""
+    engine = find_engine(model)
+    if engine is None:
+        yield
+        return
+    with engine.ledger.during(phase):
+        engine.meter.mark()
+        yield
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine of a sharded model.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
+    engine = find_engine(model)
+    if engine is None:
+        raise UsageError(f"this {type(model).__name__} is not sharded; pass the model that onecopy.shard returned.")
+    return engine
+
+
+def _make_buckets(
+    unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh, meter: Meter, regions: Arena | None
+) -> list[Bucket]:
+    groups: dict[tuple[Dtypes, bool, torch.device], list[Found]] = {}
+    for item in found:
+        trainable = item.parameter.requires_grad
+        dtypes = precision.for_parameter(item.parameter.dtype, trainable)
+        groups.setdefault((dtypes, trainable, item.parameter.device), []).append(item)
+    buckets = []
+    for (dtypes, trainable, device), items in groups.items():
+        number = next(_bucket_numbers)
+        bucket = Bucket(
+            items, dtypes, trainable=trainable, mesh=mesh, meter=meter, index=number, unit=unit, arena=regions
+        )
+        if device.type != "meta":
+            bucket.load(item.parameter for item in items)
+        bucket.show_sliced()
+        buckets.append(bucket)
+    return buckets
+
+
+def _retire(scopes: dict[str, list[Found]]) -> None:
+    """Free the parameters as they were, whoever holds them still, and know them again in an optimizer."""
+    for found in scopes.values():
+        for item in found:
+            for parameter in (item.parameter, *item.twins):
+                mark_replaced(parameter, item.name)
+                local = local_of(parameter)
+                local.data = local.data.new_empty(0)
+
+
+def _replacements(scopes: dict[str, list[Found]], units: Sequence[Unit]) -> dict[nn.Parameter, SlicedTensor]:
+    sliced = {entry.name: entry.sliced for unit in units for bucket in unit.buckets for entry in bucket.entries}
+    return {
+        parameter: sliced[item.name]
+        for found in scopes.values()
+        for item in found
+        for parameter in (item.parameter, *item.twins)
+    }
+
+
+def _describe_buffers(model: nn.Module) -> list[str]:
+    return [f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()]
+
+
+def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
+    return [
+        f"unit {name or '(root)'!r} parameter {item.name!r} of shape {tuple(item.parameter.shape)}, "
+        f"{item.parameter.dtype}, requires_grad={item.parameter.requires_grad}{describe(item.parameter)}"
+        for name, found in scopes.items()
+        for item in found
+    ]

@@ -1,0 +1,239 @@
+"""Optimizers stay PyTorch's own; this file is where onecopy meets them: before they are stepped, and when remapped.
+
+torch offers global hooks around every optimizer's step. Ours leave optimizers alone that hold no sliced parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from onecopy.comm.dtensors import is_dtensor
+from onecopy.errors import UsageError
+from onecopy.sharding.engine.engine import Engine
+from onecopy.sharding.tensor.files import describe_difference, is_saved, refuse_pickle
+from onecopy.sharding.tensor.pending import PendingGradient
+from onecopy.sharding.tensor.recorded import remember_mesh
+from onecopy.sharding.tensor.sliced import SlicedTensor, Slicing
+
+_REPLACED = "_onecopy_replaced"
+_hooked = False
+
+
+def watch(engine: Engine) -> None:
+    """Have optimizers checked that hold parameters of this engine; its losses are averaged over its mesh."""
+    global _hooked
+    remember_mesh(engine.mesh)
+    reference = weakref.ref(engine)
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            for entry in bucket.entries:
+                entry.sliced._engine = reference
+    for module in {engine.model, *(unit.scope for unit in engine.units)}:
+        # Asked for by copy and pickle, and by torch.jit.script, before they meet hooks that say nothing to readers.
+        module.__dict__["__reduce_ex__"] = partial(_refuse_pickle, type(module).__name__)
+        module.__dict__["__prepare_scriptable__"] = _refuse_script
+    if not _hooked:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        _hooked = True
+
+
+def _refuse_pickle(name: str, protocol: object) -> NoReturn:
+    refuse_pickle(name)
+
+
+def _refuse_script() -> NoReturn:
+    raise UsageError(
+        "a sharded model cannot be scripted: torch.jit.script the plain model, with the whole state_dict() that a "
+        "sharded one has inside `with onecopy.gathered(model):`."
+    )
+
+
+def mark_replaced(parameter: Tensor, name: str) -> None:
+    """Know a parameter again that modules no longer hold, if an optimizer still does."""
+    setattr(parameter, _REPLACED, name)
+
+
+def check_holds(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise `UsageError` if the optimizer holds none of ``parameters``."""
+    known = {id(parameter) for parameter in parameters}
+    if not any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError("optimizer= holds none of the model's parameters; pass the one made from model.parameters().")
+
+
+def remap(optimizer: Optimizer, replacements: Mapping[nn.Parameter, SlicedTensor]) -> None:
+    """Let an optimizer that was made before sharding hold the sliced parameters, and slices of its states.
+
+    Args:
+        replacements: from each original parameter to its slice. States of a parameter's shape are sliced, others kept.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
+    for parameter, sliced in replacements.items():
+        if parameter not in optimizer.state:
+            continue
+        states = optimizer.state.pop(parameter)
+        optimizer.state[sliced] = {name: _sliced_state(value, sliced.slicing) for name, value in states.items()}
+
+
+def _sliced_state(value: Any, slicing: Slicing) -> Any:
+    if (
+        isinstance(value, SlicedTensor)
+        or not isinstance(value, Tensor)
+        or value.shape != slicing.shape
+        or not slicing.shape
+    ):
+        return value
+    return SlicedTensor(slicing.cut(value).clone(), slicing)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Returns other arguments where a closure computes the gradients, for they cannot be checked before it has run."""
+    engines = _engines_of(optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if hasattr(parameter, _REPLACED):
+                raise UsageError(
+                    f"the optimizer holds {getattr(parameter, _REPLACED)!r} as it was before onecopy.shard: make the "
+                    f"optimizer after sharding, or pass it as onecopy.shard(..., optimizer=optimizer)."
+                )
+        if engines and group.get("foreach", False) is None and _may_be_foreach(group):
+            # torch chooses foreach for itself only for plain tensors; one dispatch for each parameter is slow.
+            group["foreach"] = True
+    if not engines:
+        return None
+    if torch.compiler.is_compiling():
+        # Raised as it stands, the error would only make the compiler give this frame up and compile the next.
+        torch.compiler.disable(_refuse_compiled_step)()
+    _slice_states(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _gradients_are_there(optimizer, engines)
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _gradients_are_there(optimizer, engines)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def _refuse_compiled_step() -> NoReturn:
+    raise UsageError(
+        "torch.compile cannot follow a step over a sharded model's slices: call optimizer.step() as it is, with "
+        "fused=True where it is to be fast."
+    )
+
+
+def _may_be_foreach(group: dict[str, Any]) -> bool:
+    """Whether the optimizer has a choice. Hyperparameters that are tensors are for its loop over parameters."""
+    return not (
+        group.get("fused")
+        or group.get("differentiable")
+        or any(
+            isinstance(value, Tensor)
+            for name, option in group.items()
+            if name != "params"
+            for value in (option if isinstance(option, tuple) else (option,))
+        )
+    )
+
+
+def _gradients_are_there(optimizer: Optimizer, engines: list[Engine]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, SlicedTensor):
+                _check_gradient(parameter)
+    for engine in engines:
+        engine.before_step()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if engines := _engines_of(optimizer):
+        nbytes = _state_bytes(optimizer)
+        for engine in engines:
+            engine.step_done(optimizer, nbytes)
+
+
+def _check_gradient(parameter: SlicedTensor) -> None:
+    if isinstance(parameter.grad, PendingGradient):
+        raise UsageError(
+            f"the optimizer was stepped while the gradient of {parameter.slicing.name!r} is kept on its rank: run the "
+            f"step's last micro-batch outside no_sync() (or all accumulate= of them), or call "
+            f"model.reduce_gradients() first."
+        )
+    if parameter.grad is not None and not isinstance(parameter.grad, SlicedTensor):
+        raise UsageError(
+            f"the gradient of {parameter.slicing.name!r} is a whole tensor, where its slice is needed: write it into "
+            f"one, p.grad = torch.zeros_like(p).copy_(whole)."
+        )
+
+
+def _slice_states(optimizer: Optimizer) -> None:
+    """Cut states that were loaded whole, and take over those that were loaded in slices, at their first step."""
+    for parameter, states in optimizer.state.items():
+        if not isinstance(parameter, SlicedTensor) or not isinstance(states, dict):
+            continue
+        loaded = [name for name, value in states.items() if _is_loaded(value, parameter)]
+        for name in loaded:
+            states[name] = _adopted(states[name], parameter.slicing)
+        if states and not loaded:
+            # States are loaded all at once: where one belongs to the model, all do.
+            return
+
+
+def _is_loaded(value: Any, parameter: SlicedTensor) -> bool:
+    """Whether a state of ``parameter`` came out of a checkpoint or a file as it was there."""
+    if isinstance(value, SlicedTensor):
+        return is_saved(value.slicing)
+    return (type(value) is Tensor or is_dtensor(value)) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _adopted(value: Any, slicing: Slicing) -> Any:
+    if not isinstance(value, SlicedTensor):
+        return _sliced_state(value, slicing)
+    if not slicing.matches(value.slicing):
+        raise UsageError(
+            f"a state of the optimizer does not belong here: {describe_difference(slicing, value.slicing)}"
+        )
+    return SlicedTensor(value.local, slicing)
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the optimizer's states on this rank."""
+    total = 0
+    for states in optimizer.state.values():
+        # Some optimizers keep what belongs to no parameter beside the parameters' states.
+        for value in states.values() if isinstance(states, dict) else (states,):
+            if isinstance(value, SlicedTensor):
+                total += value.local.nbytes
+            elif isinstance(value, Tensor):
+                total += value.nbytes
+    return total
+
+
+def _engines_of(optimizer: Optimizer) -> list[Engine]:
+    """In the order of the parameters, which is that of all ranks: each engine sends messages before a step."""
+    # One reference for each engine, however many parameters.
+    references = {
+        id(parameter._engine): parameter._engine
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if isinstance(parameter, SlicedTensor) and parameter._engine is not None
+    }
+    engines = [engine for reference in references.values() if (engine := reference()) is not None]
+    return list(dict.fromkeys(engines))

@@ -1,0 +1,55 @@
+"""Preconditions: what must hold of a model, an optimizer and settings before `shard` changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import UnionType
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from onecopy.errors import SettingsError, UsageError
+from onecopy.sharding.bucket.bucket import Found
+from onecopy.sharding.engine.engine import ENGINE
+from onecopy.sharding.tensor.sliced import SlicedTensor
+
+
+def check_count(name: str, value: int, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise SettingsError(f"{name} must be a whole number of at least {at_least}; found {value!r}")
+
+
+def check_kind(name: str, value: object, kind: type | UnionType, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise SettingsError(f"{name} must be {expected}; found {value!r}")
+
+
+def check_holds_once(optimizer: Optimizer, scopes: Mapping[str, Sequence[Found]]) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for found in scopes.values():
+        for item in found:
+            if sum(id(parameter) in held for parameter in (item.parameter, *item.twins)) > 1:
+                raise UsageError(
+                    f"optimizer= holds {item.name!r} twice, as two parameters over the same memory, which onecopy.shard"
+                    f" makes one: make the optimizer from model.parameters() afterwards."
+                )
+
+
+def check_not_hooked(scopes: Mapping[str, Sequence[Found]]) -> None:
+    for found in scopes.values():
+        for item in found:
+            if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in (item.parameter, *item.twins)):
+                raise SettingsError(
+                    f"parameter {item.name!r} has gradient hooks, which would not run on a sharded parameter: remove "
+                    f"them and read p.grad after backward instead."
+                )
+
+
+def check_not_sharded(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, ENGINE)
+        if sharded:
+            raise UsageError(
+                f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, "
+                f"and say with units= what is gathered as one."
+            )

@@ -1,0 +1,3 @@
+"""The version of onecopy, as pyproject.toml has it too."""
+
+__version__ = "0.1.0"

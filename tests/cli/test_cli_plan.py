@@ -1,0 +1,253 @@
+"""`onecopy plan` as a user runs it. Oracles: the paper's numbers, exit codes, the files it reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from places import ROOT
+
+TESTS = ROOT / "tests" / "support"
+LLAMA_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+def _plan(*arguments: object, code: int = 0, folder: Path = TESTS) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "onecopy.cli.main", "plan", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def _data(*arguments: object, code: int = 0) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(_plan(*arguments, "--json", code=code).stdout)
+    return loaded
+
+
+def test_the_issues_example() -> None:
+    done = _plan(
+        *("7.5e9", "--gpus", 16, "--gpu-memory", "40GB", "--seq", 2048, "--micro-batch", 4, "--global-batch", 256),
+        *("--nodes", 2, "--link", "400gbit", "--intra", "450GB/s", "--host-memory", "256GB", "--gpu", "h100"),
+    )
+    for expected in (
+        "7.5 B parameters",
+        "optimizer temporaries",
+        "tokens/s",
+        "onecopy.shard(model, stage=",
+        "[parallel]",
+    ):
+        assert expected in done.stdout
+    assert "runner-up" in done.stdout or "Nothing else fits" in done.stdout
+
+
+def test_figure_1_from_the_command() -> None:
+    """ZeRO Figure 1: stage 3 of 7.5B on 64 ranks holds 1.9 GB of model states."""
+    data = _data("7.5e9", "--gpus", 64, "--nodes", 8, "--stage", 3, "--micro-batch", 1)
+    plain = next(one for one in data["options"] if one["option"]["shard"] == 64 and one["available"])
+    step = plain["memory"]["step"]
+    states = step["parameters_sliced"] + step["gradients_sliced"] + step["optimizer"]
+    assert states / 1e9 == pytest.approx(1.9, abs=0.05)
+
+
+def test_nothing_fits_is_exit_code_1_with_remedies() -> None:
+    done = _plan("70e9", "--gpus", 8, "--gpu-memory", "24GB", "--seq", 4096, code=1)
+    assert "Nothing fits" in done.stdout
+    assert "1. " in done.stdout
+    assert "onecopy does not have yet" in done.stdout.replace("\n", " ")
+
+
+def test_a_transformers_config_is_built_offline(tmp_path: Path) -> None:
+    """Llama-3-8B has 8,030,261,248 parameters, as its publisher says (8.03B)."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_8B))
+    data = _data(tmp_path, "--gpus", 8, "--global-batch", 64)
+    assert data["model"]["parameters"] == 8_030_261_248
+    assert data["model"]["transformer"]["copies"] == 28
+    assert f'path = "{tmp_path}"' in data["config"]
+    assert "8192 positions" in _plan(file, "--gpus", 8, "--seq", 10_000, code=2).stderr
+
+
+def test_a_python_factory_is_measured() -> None:
+    data = _data("plan_models:stack", "--gpus", 4, "--micro-batch", 16)
+    assert data["model"]["parameters"] == 4 * (64 * 128 + 128 + 128 * 64 + 64) + 64 * 3 + 3
+    # Each block keeps its input and what the tanh returned, in bf16.
+    assert data["options"][0]["option"]["checkpointing"] == "off"
+    assert data["options"][0]["memory"]["forward"]["activations"] == pytest.approx(16 * 4 * (64 + 128) * 2, rel=0.05)
+
+
+def test_sizes_instead_of_a_model() -> None:
+    data = _data("--layers", 48, "--hidden", 1600, "--vocabulary", 50257, "--gpus", 8)
+    assert data["model"]["parameters"] / 1e9 == pytest.approx(1.56, abs=0.01)
+
+
+def test_zero_rs_configurations_are_one_command() -> None:
+    """ZeRO's Table 3 and Figure 6: states and checkpoints of C1 to C5, in GB."""
+    found = _data("--zero-r")["zero_r"]
+    sums = [round((one["states"] + one["checkpoints"]) / 1e9, 1) for one in found]
+    assert sums == pytest.approx([24.7, 18.4, 24.6, 25.5, 24.1], abs=0.15)
+    own = _data("13e9", "--gpus", 16, "--nodes", 2, "--micro-batch", 4, "--zero-r")["zero_r"]
+    assert [one["name"] for one in own] == ["C1", "C2", "C3", "C4", "C5"]
+    assert own[0]["checkpoints"] == pytest.approx(8 * own[1]["checkpoints"])
+    assert "tensor-parallel ranks" in _plan("plan_models:stack", "--gpus", 4, "--zero-r", code=2).stderr
+
+
+def test_a_tensor_axis_is_searched_for_and_printed() -> None:
+    """Two trillion parameters on 1,024 GPUs of 80 GB: nothing fits without a tensor axis."""
+    job = ("2e12", "--gpus", 1024, "--nodes", 128, "--global-batch", 4096, "--stage", 3)
+    assert "spread blocks over ranks" in _plan(*job, "--tensor", 1, code=1).stdout
+    done = _plan(*job)
+    for expected in ("tensor 4", "P_a", 'mesh_dim_names=("shard", "tensor")', "tensor = 4", "recompute = true"):
+        assert expected in done.stdout
+
+
+def test_sweep_and_copies() -> None:
+    done = _plan("7.5e9", "--gpus", 8, "--global-batch", 64, "--sweep", "link=10gbit..8000gbit", "--copies", 2)
+    assert "stage 3 takes a tenth longer than stage 2" in done.stdout
+    assert "bandwidth: below" in done.stdout
+    assert "latency: " in done.stdout
+    assert "memory more on each rank" in done.stdout
+    data = _data("7.5e9", "--gpus", 8, "--global-batch", 64, "--sweep", "link=10gbit..8000gbit", "--copies", 2)
+    assert [curve["stage"] for curve in data["sweep"]] == [0, 1, 2, 3]
+    assert data["copies"]["memory"] == pytest.approx(12 * 7.5e9 / 8)
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    _plan("7.5e9", "--gpus", 8, "--gpu-memory", "40GB", "--global-batch", 64, "--html", page)
+    text = page.read_text()
+    assert "default-src 'none'" in text
+    assert not [word for word in ("http://", "https://", "<script", '<link rel="stylesheet') if word in text]
+    for expected in ("limit 40.00 GB", "stage 3", "optimizer", 'class="series stage-3"'):
+        assert expected in text
+
+
+def test_simulation_beside_the_formulas(tmp_path: Path) -> None:
+    small = {**LLAMA_8B, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "vocab_size": 1000}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(small))
+    job = (file, "--gpus", 64, "--nodes", 8, "--seq", 64, "--micro-batch", 2, "--stage", 3)
+    data = _data(*job, "--checkpointing", "off", "--simulate")
+    sums = [row for row in data["simulated"]["rows"] if row["category"] == "all"]
+    assert {row["phase"] for row in sums} == {"forward", "backward", "step"}
+    assert data["simulated"]["ranks"] == 64
+    for row in sums:
+        assert row["formula"] == pytest.approx(row["engine"], rel=0.03)
+
+
+def test_this_machine() -> None:
+    """Oracle: what the system says of its memory."""
+    done = _plan("1e6", "--here", "--gpus", 2, "--json")
+    data = json.loads(done.stdout)
+    assert data["machine"]["gpus"] == 2
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < data["machine"]["host_memory"] <= total
+    assert data["machine"]["link"] > 0
+    assert data["machine"]["gpu"]["intra"] > 1e6
+    assert "here: 2 ×" in done.stderr
+
+
+def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps(
+            {
+                "zero_optimization": {"stage": 2, "overlap_comm": True},
+                "bf16": {"enabled": True},
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 4,
+            }
+        )
+    )
+    data = _data("1.3e9", "--gpus", 8, "--from-deepspeed", file)
+    assert {option["option"]["stage"] for option in data["options"]} == {2}
+    assert {(o["option"]["micro_batch"], o["option"]["accumulate"]) for o in data["options"]} == {(2, 4)}
+    assert any("ignored: zero_optimization.overlap_comm" in line for line in data["translation"])
+    alone = _plan("--from-deepspeed", file)
+    assert "stage = 2" in alone.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["7.5e9"], "--gpus is needed"),
+        (["7.5e9", "--gpus", "8", "--gpu", "h1000"], "did you mean 'h100'"),
+        (["7.5e9", "--gpus", "8", "--preset", "quick"], "did you mean"),
+        (["7.5e9", "--gpus", "8", "--nodes", "3"], "multiple of nodes"),
+        (["7.5e9", "--gpus", "8", "--gpu-memory", "big"], "like 24GB"),
+        (["7.5e9", "--gpus", "8", "--stage", "4"], "found 4"),
+        (["7.5e9", "--gpus", "8", "--tensor", "3"], "must divide the model's 32 heads"),
+        (["7.5e9", "--gpus", "8", "--tensor", "1", "--checkpointing", "P_a"], "P_a cuts checkpoints"),
+        (["7.5e9", "--gpus", "8", "--global-batch", "12"], "the nearest that can are 8 and 16"),
+        (["no-such-model", "--gpus", "8"], "MODEL must be"),
+        (["no.such:thing", "--gpus", "8"], "cannot import"),
+        (["plan_models:nothing", "--gpus", "8"], "no function 'nothing'"),
+        (["plan_models:number", "--gpus", "8"], "must make an nn.Module"),
+        (["--layers", "4", "--gpus", "8"], "go together"),
+        (["--gpus", "8"], "give a MODEL"),
+        (["missing.json", "--gpus", "8"], "found no 'missing.json'"),
+        (["plan_models:broken", "--gpus", "8"], "cannot be built: KeyError: 'no such size' ("),
+        (["plan_models:example_inputs", "--gpus", "8"], "cannot be built: TypeError: "),
+        (["plan_models:nothing_to_train", "--gpus", "8"], "Tanh has no parameters"),
+        (["--layers", "4", "--hidden", "64", "--heads", "7", "--gpus", "8"], "heads must divide the hidden size of 64"),
+        (["7.5e9", "--gpus", "8", "--gpu-memory", "0"], "above 0; found '0'"),
+        (["7.5e9", "--gpus", "8", "--link", "0gbit"], "above 0; found '0gbit'"),
+        (["7.5e9", "--gpus", "8", "--global-batch", "3"], "the smallest that can is 8"),
+        (["7.5e9", "--gpus", "8", "--html", "nowhere/page.html"], "in a directory that exists"),
+    ],
+)
+def test_what_cannot_work_is_one_message(arguments: list[str], message: str) -> None:
+    done = _plan(*arguments, code=2)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    "name, text, model, message",
+    [
+        ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "config.json", "transformers cannot read"),
+        ("config.json", '{"model_type": "lla', "config.json", "transformers cannot read"),
+        ("unreadable.py", "def build(:", "unreadable:build", "cannot import 'unreadable'"),
+        ("failing.py", "1 / 0", "failing:build", "ZeroDivisionError"),
+    ],
+)
+def test_a_file_of_the_users_that_is_wrong_is_one_message(
+    name: str, text: str, model: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    done = _plan(model, "--gpus", "8", code=2, folder=tmp_path)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_planning_from_a_count_loads_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['onecopy', 'plan', '7.5e9', '--gpus', '8', '--json']\n"
+        "from onecopy.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as done: sys.exit(9 if 'torch' in sys.modules else done.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0

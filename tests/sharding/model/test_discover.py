@@ -1,0 +1,74 @@
+"""Which modules `units="auto"` takes. Each expected list is written by hand, from what the model is made of."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from onecopy.sharding.model.discover import find_parameters, find_scopes
+
+
+class Block(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers)
+
+    def forward(self, x: object) -> object:
+        return self.body(x)
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 4, 7, groups=4), nn.LayerNorm(4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def bottleneck() -> Block:
+    return Block(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+
+
+def model(**children: nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, child in children.items():
+        module.add_module(name, child)
+    return module
+
+
+MODELS = {
+    "blocks in a list": (
+        model(blocks=nn.ModuleList([bottleneck(), bottleneck()]), norm=nn.BatchNorm2d(4)),
+        ["", "blocks.0", "blocks.1"],
+    ),
+    "stages of blocks, as in a ResNet": (
+        model(stages=nn.ModuleList([nn.Sequential(bottleneck(), bottleneck()) for _ in range(2)])),
+        ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"],
+    ),
+    "blocks of convolutions with their norms": (
+        model(stages=nn.ModuleList([nn.Sequential(Block(convolution(), convolution())) for _ in range(2)])),
+        ["stages.0", "stages.1"],
+    ),
+    "stages that do something beside, as in a Swin": (
+        model(stages=nn.ModuleList([Block(bottleneck(), bottleneck(), nn.Conv2d(4, 2, 1)) for _ in range(2)])),
+        ["stages.0", "stages.0.body.0", "stages.0.body.1", "stages.1", "stages.1.body.0", "stages.1.body.1"],
+    ),
+    "a plain stack of layers": (
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+        ["0", "2"],
+    ),
+    "stages of flat blocks, as in a ConvNeXt": (
+        model(stages=nn.ModuleList([nn.Sequential(flat(), flat()), nn.Sequential(flat(), flat())])),
+        ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"],
+    ),
+    "blocks, and a large table": (
+        model(table=nn.Embedding(100, 4), blocks=nn.ModuleList([bottleneck(), bottleneck()])),
+        ["table", "blocks.0", "blocks.1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_are_units_and_their_layers_are_not(name: str) -> None:
+    module, expected = MODELS[name]
+    assert list(find_parameters(module, find_scopes(module, "auto"))) == expected

@@ -1,0 +1,30 @@
+"""A model for `onecopy plan tests/support/plan_models.py`-like paths: a factory, and inputs for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from models import Stack
+
+
+def stack() -> nn.Module:
+    return Stack(width=64, layers=4)
+
+
+def example_inputs(samples: int) -> tuple[Any, ...]:
+    return torch.zeros(samples, 64), torch.zeros(samples, 3)
+
+
+def number() -> int:
+    return 3
+
+
+def broken() -> None:
+    raise KeyError("no such size")
+
+
+def nothing_to_train() -> torch.nn.Module:
+    return torch.nn.Tanh()
