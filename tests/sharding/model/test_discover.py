@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
-from onecopy.sharding.model.discover import find_parameters, find_scopes
+from onecopy.sharding.model import discover
+from onecopy.sharding.model.discover import find_parameters, find_scopes, leave_small_to_root
 
 
 class Block(nn.Module):
@@ -72,3 +73,45 @@ MODELS = {
 def test_blocks_are_units_and_their_layers_are_not(name: str) -> None:
     module, expected = MODELS[name]
     assert list(find_parameters(module, find_scopes(module, "auto"))) == expected
+
+
+class Adapted(nn.Module):
+    """A frozen layer of 4 MB, and an adapter of 64 kB that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(1024, 1024).requires_grad_(False)
+        self.down, self.up = nn.Linear(1024, 8, bias=False), nn.Linear(8, 1024, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+SMALL = {
+    "a narrow net": (model(blocks=nn.ModuleList(nn.Linear(32, 32) for _ in range(8))), [""]),
+    "adapters": (
+        model(blocks=nn.ModuleList(Adapted() for _ in range(3))),
+        ["", "blocks.0", "blocks.1", "blocks.2"],
+    ),
+    "blocks worth a message": (
+        model(blocks=nn.ModuleList(nn.Linear(512, 512) for _ in range(2))),
+        ["blocks.0", "blocks.1"],
+    ),
+    "many small ones, more than the root may take": (
+        model(blocks=nn.ModuleList(nn.Linear(200, 200) for _ in range(110))),
+        [f"blocks.{number}" for number in range(110)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_is_not_worth_a_message_is_left_to_the_root(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 256 KiB are worth one, and the root takes 16 MiB."""
+    monkeypatch.setattr(discover, "SMALL_BYTES", 2**18)
+    module, expected = SMALL[name]
+    found = leave_small_to_root(find_parameters(module, find_scopes(module, "auto")))
+    assert list(found) == expected
+    names = [item.name for items in found.values() for item in items]
+    assert sorted(names) == sorted(name for name, _ in module.named_parameters())
+    if name == "adapters":
+        assert {item.name.split(".")[-2] for item in found[""]} == {"down", "up"}

@@ -14,6 +14,8 @@ from torch.optim import AdamW
 import onecopy
 from models import VOCAB, Stack, TinyGPT, seeded, token_batches, vector_batches
 from odd_models import Convolutions, Mixed, Odd, Reused, TiedAcross, TiedInside, TinyOnly, Transposed
+from onecopy.sharding.engine.engine import find_engine
+from onecopy.sharding.model import discover
 from oracle import (
     OPTIMIZERS,
     assert_same_weights,
@@ -222,3 +224,22 @@ def test_ranks_that_built_other_values_take_the_first_ranks() -> None:
     assert not torch.equal(first["head.weight"], other["head.weight"])
     assert_same_weights(found, first, atol=0)
     assert_same_weights(found_too, first, atol=0)
+
+
+@everywhere
+def test_small_blocks_and_adapters_left_to_the_root_train_like_twin(
+    stage: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discover, "SMALL_BYTES", 2**18)
+
+    def run(rank: int) -> list[list[str]]:
+        units = []
+        for kind in (Stack, Adapted):
+            batches = vector_batches(2)
+            model = assert_trains_like_twin(rank, num_ranks, lambda kind=kind: seeded(kind), batches, stage=stage)
+            engine = find_engine(model)
+            assert engine is not None
+            units.append([unit.name for unit in engine.units if unit.buckets])
+        return units
+
+    assert run_ranks(num_ranks, run) == [[[""], [""]]] * num_ranks

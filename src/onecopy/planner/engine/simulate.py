@@ -19,7 +19,7 @@ from onecopy.observe.meter import Meter
 from onecopy.planner.engine.fake import fake_ranks, fake_tensors
 from onecopy.planner.model.schedule import Schedule, Sizes, Unit
 from onecopy.sharding.graph.tensors import replace_tensors
-from onecopy.sharding.model.discover import Units, find_parameters, find_scopes
+from onecopy.sharding.model.discover import Units, find_parameters, find_scopes, leave_small_to_root
 from onecopy.sharding.setup.api import engine_of
 from onecopy.sharding.tensor.precision import Precision
 
@@ -118,10 +118,10 @@ def describe_units(
     """
     with fake_tensors():
         model = build()
-        found = {
-            name: [item.parameter for item in items]
-            for name, items in find_parameters(model, find_scopes(model, units)).items()
-        }
+        scopes = find_parameters(model, find_scopes(model, units))
+        if units == "auto":
+            scopes = leave_small_to_root(scopes)
+        found = {name: [item.parameter for item in items] for name, items in scopes.items()}
         numels = {name: tuple(p.numel() for p in items if p.requires_grad) for name, items in found.items()}
         frozen = {name: tuple(p.numel() for p in items if not p.requires_grad) for name, items in found.items()}
         widths = {

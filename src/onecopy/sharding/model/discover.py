@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,12 @@ from torch import nn
 from onecopy.errors import SettingsError
 from onecopy.sharding.bucket.bucket import Found, Place
 from onecopy.sharding.model.shared import find_twins
+
+SMALL_BYTES = 2**18
+"""Parameters of a scope that are to be gathered together and hold less are not worth a message of their own."""
+
+LEFT_TO_ROOT_BYTES: Final = 2**24
+"""So many bytes of them the root takes at most, as it is whole for all of the model's forward and backward."""
 
 Units = Literal["auto"] | Iterable[nn.Module | type[nn.Module] | str]
 
@@ -95,6 +101,36 @@ def find_parameters(
             others = tuple(other for other in objects[key].values() if other is not parameter)
             found[shared[key][-1]].append(Found(name, parameter, tuple(places[key]), others))
     return {scope: items for scope, items in found.items() if items}
+
+
+def leave_small_to_root(found: dict[str, list[Found]]) -> dict[str, list[Found]]:
+    """``found`` with what is not worth a message left to the root, unless it adds up to more than the root may take.
+
+    That is so of the blocks of a narrow net, and of adapters among frozen weights. What is left counts by dtype and
+    `requires_grad`, as buckets do.
+
+    Args:
+        found: the parameters of each scope, as `find_parameters` has them.
+    """
+    groups: dict[tuple[str, torch.dtype, bool], list[Found]] = {}
+    for scope, items in found.items():
+        for item in items:
+            groups.setdefault((scope, item.parameter.dtype, item.parameter.requires_grad), []).append(item)
+    small = {
+        id(item)
+        for (scope, *_), items in groups.items()
+        if scope and sum(map(_nbytes, items)) < SMALL_BYTES
+        for item in items
+    }
+    left = [item for scope, items in found.items() for item in items if not scope or id(item) in small]
+    if not small or sum(map(_nbytes, left)) > LEFT_TO_ROOT_BYTES:
+        return found
+    kept = {scope: [item for item in items if id(item) not in small] for scope, items in found.items() if scope}
+    return {"": left, **{scope: items for scope, items in kept.items() if items}}
+
+
+def _nbytes(item: Found) -> int:
+    return item.parameter.numel() * item.parameter.element_size()
 
 
 def name_units_for(model: nn.Module, scopes: Iterable[str], parameter: str) -> list[str]:

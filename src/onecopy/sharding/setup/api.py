@@ -26,7 +26,7 @@ from onecopy.sharding.bucket.bucket import Bucket, Found
 from onecopy.sharding.engine.buffers import equalise
 from onecopy.sharding.engine.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.engine.unit import Unit
-from onecopy.sharding.model.discover import Units, find_parameters, find_scopes
+from onecopy.sharding.model.discover import Units, find_parameters, find_scopes, leave_small_to_root
 from onecopy.sharding.model.ignored import Ignored, find_ignored, mark_ignored
 from onecopy.sharding.model.statistics import widen_weights
 from onecopy.sharding.model.structure import guard
@@ -140,6 +140,8 @@ def shard(
     check_not_sharded(model)
     left = find_ignored(model, ignored)
     scopes = find_parameters(model, find_scopes(model, units), left.values())
+    if units == "auto" and activations is None:
+        scopes = leave_small_to_root(scopes)
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
     device = next(iter(scopes.values()))[0].parameter.device
