@@ -32,7 +32,7 @@ _MARK, _HEAD, _FIRST = 0, 1, 2
 Board = ctypes.c_int64 * (_FIRST + _SLOTS * _FIELDS)
 """The memory for one peer."""
 
-_LEAVING: Final = 1 << 41
+_DEPARTING: Final = 1 << 41
 """Subject of a rank's last note: its program has come to the end. Above all others."""
 
 _LOOKS: Final = 50
@@ -79,7 +79,7 @@ class Mailbox:
         self._written = 0
         self._read = 0
         self._known_mark = 0
-        self._has_left = False
+        self._has_departed = False
         self._unasked: defaultdict[int, deque[Note]] = defaultdict(deque)
         self._asked: defaultdict[int, deque[Ticket]] = defaultdict(deque)
         self._copy = Board()
@@ -130,26 +130,26 @@ class Mailbox:
     def has_come(self, ticket: Ticket) -> bool:
         """Whether the ticket's note is there. Raises `PeerGone` as `wait` does."""
         if ticket.note is None and not (self._fetch() and ticket.note is not None):
-            if self._has_left:
+            if self._has_departed:
                 raise PeerGone(self.process)
             return False
         return True
 
-    def leave(self, limit: float) -> None:
+    def depart(self, limit: float) -> None:
         """Leave the last note: this rank's program is at its end."""
-        self.write((_LEAVING, 0, 0, 0), limit)
+        self.write((_DEPARTING, 0, 0, 0), limit)
 
-    def has_left(self) -> bool:
+    def has_departed(self) -> bool:
         """Whether the peer has left its last note. Raises `PeerGone` if it has ended."""
-        if not self._has_left:
+        if not self._has_departed:
             self._fetch()
-        return self._has_left
+        return self._has_departed
 
-    def wait_for_leaving(self, limit: float) -> None:
+    def wait_for_departure(self, limit: float) -> None:
         """Wait until the peer has left its last note, or has ended."""
         with suppress(PeerGone):
             for _ in patiently(limit, "goes on"):
-                if self.has_left():
+                if self.has_departed():
                     return
 
     def _fetch(self) -> bool:
@@ -169,8 +169,8 @@ class Mailbox:
             slot = _FIRST + number % _SLOTS * _FIELDS
             subject, second, third, fourth = self._copy[slot : slot + _FIELDS]
             note = (subject, second, third, fourth)
-            if subject == _LEAVING:
-                self._has_left = True
+            if subject == _DEPARTING:
+                self._has_departed = True
             elif asked := self._asked.get(subject):
                 asked.popleft().note = note
             else:

@@ -67,18 +67,18 @@ class Presence:
         if not self._dropped_before:
             _keeping.discard(self)
 
-    def leave(self) -> None:
+    def depart(self) -> None:
         """Tell all peers that this rank's program is at its end, and wait for theirs."""
         if self._process != os.getpid():
             return
         end = time.monotonic() + self._neighbours.limit
         for mailbox in self._neighbours.mailboxes.values():
             with suppress(RuntimeError):
-                mailbox.leave(SECONDS)
+                mailbox.depart(SECONDS)
         waits: list[Callable[[float], None]]
-        waits = [mailbox.wait_for_leaving for mailbox in self._neighbours.mailboxes.values()]
+        waits = [mailbox.wait_for_departure for mailbox in self._neighbours.mailboxes.values()]
         if self._server is not None:
-            waits += [self._server.leave(place) for place in self._server.distant]
+            waits += [self._server.depart(place) for place in self._server.distant]
         with patience(self._describe, None):
             for wait in waits:
                 with suppress(RuntimeError):
@@ -95,7 +95,7 @@ class Presence:
     def dismiss(self, rank: object) -> None:
         """This rank waits in vain for ``rank`` (None: for any): if that one is leaving, it need not stay for this."""
         if self._server is not None:
-            for place in list(self._server.leaving):
+            for place in list(self._server.departing):
                 if rank in (None, self.ranks[place]):
                     self._server.dismiss(place)
 
@@ -129,21 +129,21 @@ def _dismiss(rank: object) -> None:
 nudges.append(_dismiss)
 
 
-def _leave() -> None:
+def _depart() -> None:
     error = sys.exception()
     ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
     # The interpreter sets `last_value` when an exception ends the program.
     if ends_well and getattr(sys, "last_value", None) is None:
         for presence in {*_presences.values(), *_keeping}:
-            presence.leave()
+            presence.depart()
 
 
 _process_that_stays = 0
 
 
 def _stay_at_end() -> None:
-    """Have `_leave` called when this process ends, be it the interpreter's end or that of a multiprocessing.Process."""
+    """Have `_depart` called when this process ends, be it the interpreter's end or that of a multiprocessing.Process."""
     global _process_that_stays
     if _process_that_stays != os.getpid():
         _process_that_stays = os.getpid()
-        Finalize(None, _leave, exitpriority=0)
+        Finalize(None, _depart, exitpriority=0)

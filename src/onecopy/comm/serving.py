@@ -33,7 +33,7 @@ _REPLY_TAGS: Final = 1 << 28
 _DTYPES: Final = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 """In which slices may be asked for; a request names one by its place here, which is the same on every rank."""
 
-_LEAVING: Final = -1
+_DEPARTING: Final = -1
 _DONE: Final = -2
 """In a request in place of a shelf's number: who sends it has come to the end of its program (`presence.py`), or asks
 for nothing any more."""
@@ -54,12 +54,12 @@ class Server:
         distant: the places that may ask.
 
     Attributes:
-        leaving: places of ranks that have come to the end of their program, and hand out slices still.
+        departing: places of ranks that have come to the end of their program, and hand out slices still.
     """
 
     def __init__(self, group: dist.ProcessGroup, place: int, ranks: tuple[int, ...], distant: Collection[int]) -> None:
         self.distant = frozenset(distant)
-        self.leaving: set[int] = set()
+        self.departing: set[int] = set()
         self._done: set[int] = set()
         self._dismissed: set[int] = set()
         # Its own methods are called: torch.distributed's functions refuse a group that was destroyed, which a program
@@ -103,7 +103,7 @@ class Server:
             raise PeerUnreachable(self._ranks[place]) from error
         return _Asked(received, (asked, request))
 
-    def leave(self, place: int) -> Callable[[float], None]:
+    def depart(self, place: int) -> Callable[[float], None]:
         """Tell the rank at ``place`` that this one's program is at its end.
 
         Returns:
@@ -114,7 +114,7 @@ class Server:
             received = self._group.recv([word], place, _FAREWELL_TAG)
         except RuntimeError:
             return lambda _: None
-        self._say(place, _LEAVING)
+        self._say(place, _DEPARTING)
         return partial(_wait, received, word)
 
     def dismiss(self, place: int) -> None:
@@ -145,8 +145,8 @@ class Server:
                 place, number, version, reply, dtype = request.tolist()
                 if number < 0:
                     self._done.add(place)
-                    if number == _LEAVING:
-                        self.leaving.add(place)
+                    if number == _DEPARTING:
+                        self.departing.add(place)
                     continue
                 if (laid := self._wait_for(number, version)) is None:
                     continue

@@ -176,7 +176,7 @@ class _Read:
             if self.has_come():
                 break
             # What a rank lays out before it leaves is there once it has left.
-            if self._mailbox.has_left() and not self.has_come():
+            if self._mailbox.has_departed() and not self.has_come():
                 raise PeerGone(self._mailbox.process)
         self._check()
         _, address, nbytes = self._card

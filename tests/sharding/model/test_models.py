@@ -234,7 +234,7 @@ def test_small_blocks_and_adapters_left_to_the_root_train_like_twin(
 
     def run(rank: int) -> list[list[str]]:
         units = []
-        for kind in (Stack, Adapted):
+        for kind in (Stack, Reused):
             batches = vector_batches(2)
             model = assert_trains_like_twin(rank, num_ranks, lambda kind=kind: seeded(kind), batches, stage=stage)
             engine = find_engine(model)

@@ -76,20 +76,20 @@ def find_parameters(
     """
     everything = dict(model.named_parameters())
     twins = find_twins(everything, dict(model.named_buffers()))
-    left = {id(parameter) for parameter in ignored}
+    ignored_ids = {id(parameter) for parameter in ignored}
     for name, own in everything.items():
-        if (id(own) in left) is not (id(twins.get(id(own), own)) in left):
+        if (id(own) in ignored_ids) is not (id(twins.get(id(own), own)) in left):
             raise SettingsError(
                 f"parameter {name!r} shares its memory with another: ignored= must have both or neither"
             )
-    parameters = {name: p for name, p in everything.items() if id(p) not in left}
+    parameters = {name: p for name, p in everything.items() if id(p) not in ignored_ids}
     chains = _scopes_above(model, scopes)
     places: dict[int, list[Place]] = {}
     shared: dict[int, _Chain] = {}
     objects: dict[int, dict[int, nn.Parameter]] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in left:
+            if parameter is None or id(parameter) in ignored_ids:
                 continue
             key = id(twins.get(id(parameter), parameter))
             places.setdefault(key, []).append((module, attribute))
@@ -122,11 +122,11 @@ def leave_small_to_root(found: dict[str, list[Found]]) -> dict[str, list[Found]]
         if scope and sum(map(_nbytes, items)) < SMALL_BYTES
         for item in items
     }
-    left = [item for scope, items in found.items() for item in items if not scope or id(item) in small]
-    if not small or sum(map(_nbytes, left)) > LEFT_TO_ROOT_BYTES:
+    of_root = [item for scope, items in found.items() for item in items if not scope or id(item) in small]
+    if not small or sum(map(_nbytes, of_root)) > LEFT_TO_ROOT_BYTES:
         return found
     kept = {scope: [item for item in items if id(item) not in small] for scope, items in found.items() if scope}
-    return {"": left, **{scope: items for scope, items in kept.items() if items}}
+    return {"": of_root, **{scope: items for scope, items in kept.items() if items}}
 
 
 def _nbytes(item: Found) -> int:
@@ -164,17 +164,17 @@ def _scopes_above(model: nn.Module, scopes: Sequence[str]) -> dict[nn.Module, _C
     """
     names = {model.get_submodule(scope): scope for scope in scopes}
     chains: dict[nn.Module, _Chain] = {}
-    left: list[tuple[nn.Module, _Chain]] = [(model, ())]
+    to_visit: list[tuple[nn.Module, _Chain]] = [(model, ())]
     known = set(model.modules())
-    while left:
-        module, above = left.pop()
+    while to_visit:
+        module, above = to_visit.pop()
         chain = (*above, names[module]) if module in names else above
         if module in chains:
             chain = _common(chains[module], chain)
             if chain == chains[module]:
                 continue
         chains[module] = chain
-        left += [(child, chain) for child in _used_by(module) if child in known]
+        to_visit += [(child, chain) for child in _used_by(module) if child in known]
     return chains
 
 

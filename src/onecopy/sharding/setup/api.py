@@ -138,8 +138,8 @@ def shard(
     if activations is not None:
         activations.check()
     check_not_sharded(model)
-    left = find_ignored(model, ignored)
-    scopes = find_parameters(model, find_scopes(model, units), left.values())
+    unsharded = find_ignored(model, ignored)
+    scopes = find_parameters(model, find_scopes(model, units), unsharded.values())
     if units == "auto" and activations is None:
         scopes = leave_small_to_root(scopes)
     if not scopes:
@@ -168,7 +168,9 @@ def shard(
         "bucket_bytes": bucket_bytes,
         "defragment": defragment,
     }
-    lines = [f"{name}={value}" for name, value in settings.items()] + [f"ignored parameter {name!r}" for name in left]
+    lines = [f"{name}={value}" for name, value in settings.items()] + [
+        f"ignored parameter {name!r}" for name in unsharded
+    ]
     check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
 
     modules = dict(model.named_modules())
@@ -198,7 +200,7 @@ def shard(
     if optimizer is not None:
         remap(optimizer, _replacements(scopes, made))
     _retire(scopes)
-    for parameter in left.values():
+    for parameter in unsharded.values():
         mark_ignored(parameter)
     watch(engine)
     guard(model)
