@@ -142,7 +142,7 @@ _process_that_stays = 0
 
 
 def _stay_at_end() -> None:
-    """Have `_depart` called when this process ends, be it the interpreter's end or that of a multiprocessing.Process."""
+    """Have `_depart` called when this process ends: the interpreter, or a multiprocessing.Process."""
     global _process_that_stays
     if _process_that_stays != os.getpid():
         _process_that_stays = os.getpid()

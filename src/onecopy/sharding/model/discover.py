@@ -78,7 +78,7 @@ def find_parameters(
     twins = find_twins(everything, dict(model.named_buffers()))
     ignored_ids = {id(parameter) for parameter in ignored}
     for name, own in everything.items():
-        if (id(own) in ignored_ids) is not (id(twins.get(id(own), own)) in left):
+        if (id(own) in ignored_ids) is not (id(twins.get(id(own), own)) in ignored_ids):
             raise SettingsError(
                 f"parameter {name!r} shares its memory with another: ignored= must have both or neither"
             )
