@@ -30,6 +30,7 @@ import torch._dynamo
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
+import covering
 import onecopy
 from onecopy.sharding.model import discover
 
@@ -53,6 +54,12 @@ def _nothing_is_left_behind() -> Iterator[None]:
         assert not children, f"processes left at the end of the tests: {children}"
     folders = list(Path(tempfile.gettempdir()).glob(f"onecopy-ranks-{os.getpid()}-*"))
     assert not folders, f"temporary folders left at the end of the tests: {folders}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in argument for argument in config.args):
+        covering.mark_rest(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

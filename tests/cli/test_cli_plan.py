@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from commands import command
 from places import ROOT
 
 TESTS = ROOT / "tests" / "support"
@@ -27,17 +29,11 @@ LLAMA_8B = {
 }
 
 
-def _plan(*arguments: object, code: int = 0, folder: Path = TESTS) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "onecopy.cli.main", "plan", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env={**os.environ, "COLUMNS": "200"},
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+def _plan(*arguments: object, code: int = 0, folder: Path = TESTS) -> SimpleNamespace:
+    """What `onecopy plan` writes, run in ``folder``."""
+    found, output, errors = command("plan", *map(str, arguments), folder=folder)
+    assert found == code, output + errors
+    return SimpleNamespace(stdout=output, stderr=errors)
 
 
 def _data(*arguments: object, code: int = 0) -> dict[str, Any]:

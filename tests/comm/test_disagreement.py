@@ -105,14 +105,14 @@ def test_a_rank_that_runs_fewer_backwards_is_named_by_the_others(stage: int) -> 
         _step(model, rank, 3, optimizer)
         loss = model(*part(vector_batches(1)[0], rank, 3))
         if rank == 2:
-            time.sleep(6)
+            time.sleep(2.5)
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             loss.backward()
         return str(caught.value)
 
     start = time.monotonic()
-    first, second, _ = run_ranks(3, run, group_timeout=2.0)
+    first, second, _ = run_ranks(3, run, group_timeout=1.0)
     assert time.monotonic() - start < 20
     for message in (first, second):
         assert "all_reduce" in message if stage == 0 else "reduce_scatter" in message or "all_gather" in message
@@ -126,13 +126,13 @@ def test_a_rank_that_runs_fewer_forwards_is_named_by_the_others(stage: int) -> N
         model = onecopy.shard(_stack(), stage)
         _step(model, rank, 2)
         if rank == 1:
-            time.sleep(5)
+            time.sleep(2.5)
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             model(*part(vector_batches(1)[0], rank, 2)).backward()
         return str(caught.value)
 
-    message, _ = run_ranks(2, run, group_timeout=2.0)
+    message, _ = run_ranks(2, run, group_timeout=1.0)
     assert "reduce_scatter" in message
     assert "rank 1" in message
 
@@ -143,6 +143,8 @@ def test_a_rank_that_dies_is_named_and_no_process_is_left() -> None:
     def run(rank: int) -> None:
         model = onecopy.shard(_stack(), 3)
         _step(model, rank, 3)
+        # Or it might die before the others are through with the step, which fetch its slices when they like.
+        torch.distributed.barrier()
         if rank == 1:
             raise MemoryError("on purpose")
         start = time.monotonic()
@@ -169,23 +171,18 @@ class Looping(nn.Module):
         return self.blocks[2](self.blocks[1](x)).square().mean()
 
 
-def test_a_block_called_in_different_numbers_by_rank_trains_or_times_out_by_name() -> None:
-    """What must not be is a hang without a name or a wrong number."""
+def test_a_block_called_in_different_numbers_by_rank_trains_like_its_rank_alone() -> None:
+    """Each rank's loss is that of one process on its data, in a first pass and in one after it."""
 
-    def run(rank: int) -> str:
+    def run(rank: int) -> None:
         model, twin = onecopy.shard(seeded(Looping), 3), seeded(Looping)
         x = torch.randn(4, 10, generator=torch.Generator().manual_seed(rank))
         for _ in range(2):
-            try:
-                found = model(x, 1 + 2 * rank)
-                found.backward()
-            except OnecopyError as error:
-                return str(error)
-        assert torch.allclose(found, twin(x, 1 + 2 * rank))
-        return ""
+            found = model(x, 1 + 2 * rank)
+            found.backward()
+            assert torch.allclose(found, twin(x, 1 + 2 * rank))
 
-    for message in run_ranks(2, run, group_timeout=2.0):
-        assert message == "" or ("blocks." in message and "rank" in message)
+    run_ranks(2, run)
 
 
 @pytest.mark.parametrize("where", ["backward", "step", "norm"])
@@ -193,7 +190,7 @@ def test_a_long_wait_is_logged_once_with_what_and_whom_it_waits_for(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before the time limit; the rank goes on when the other one comes."""
-    monkeypatch.setattr(patience, "SECONDS", 1.0)
+    monkeypatch.setattr(patience, "SECONDS", 0.4)
     monkeypatch.setattr(patience, "_A_LOOK", 0.1)
 
     def run(rank: int) -> list[str]:
@@ -206,7 +203,7 @@ def test_a_long_wait_is_logged_once_with_what_and_whom_it_waits_for(
 
         def late(here: str) -> None:
             if rank == 1 and here == where:
-                time.sleep(3)
+                time.sleep(1.2)
 
         late("backward")
         model(*part(vector_batches(1)[0], rank, 2)).backward()

@@ -156,9 +156,7 @@ def _run_program(folder: Path, transport: str, how: str) -> tuple[list[int], lis
     return [rank.returncode for rank in ranks], outputs, errors, time.monotonic() - start
 
 
-@pytest.mark.parametrize(
-    ("how", "transport"), [("ends", "memory"), ("ends", "sockets"), ("destroys", "sockets"), ("drops", "sockets")]
-)
+@pytest.mark.parametrize(("how", "transport"), [("ends", "memory"), ("destroys", "sockets"), ("drops", "sockets")])
 def test_a_program_that_ends_early_stays_for_a_late_reader(how: str, transport: str, tmp_path: Path) -> None:
     """Both ranks print the same number and end well; the number is that of one process."""
     torch.manual_seed(0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +14,15 @@ from onecopy.cli.main import main
 from ranks import run_ranks
 
 
-def command(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, output and errors of `onecopy`, in a process that need not import torch again."""
+def command(*arguments: str, folder: Path | None = None) -> tuple[int, str, str]:
+    """Exit code, output and errors of `onecopy`, run in ``folder`` in a process that need not import torch again."""
 
     def rank_main(rank: int) -> tuple[int, str, str]:
         sys.argv = ["onecopy", *arguments]
+        os.environ["COLUMNS"] = "200"
+        if folder is not None:
+            os.chdir(folder)
+            sys.path.insert(0, str(folder))
         output, errors = io.StringIO(), io.StringIO()
         with redirect_stdout(output), redirect_stderr(errors), pytest.raises(SystemExit) as ended:
             main()

@@ -86,6 +86,11 @@ class Presence:
         if self._server is not None:
             self._server.end()
 
+    def abandon(self) -> None:
+        """This rank's program ends with an error."""
+        if self._process == os.getpid() and self._server is not None:
+            self._server.abandon()
+
     def _describe(self, _: object) -> str:
         return (
             f"this rank's program is at its end, and its process stays for ranks that may still read its slices, "
@@ -133,9 +138,12 @@ def _depart() -> None:
     error = sys.exception()
     ends_well = error is None or (isinstance(error, SystemExit) and not error.code)
     # The interpreter sets `last_value` when an exception ends the program.
-    if ends_well and getattr(sys, "last_value", None) is None:
-        for presence in {*_presences.values(), *_keeping}:
+    ends_well = ends_well and getattr(sys, "last_value", None) is None
+    for presence in {*_presences.values(), *_keeping}:
+        if ends_well:
             presence.depart()
+        else:
+            presence.abandon()
 
 
 _process_that_stays = 0

@@ -35,8 +35,9 @@ _DTYPES: Final = [dtype for dtype in vars(torch).values() if isinstance(dtype, t
 
 _DEPARTING: Final = -1
 _DONE: Final = -2
+_FAILING: Final = -3
 """In a request in place of a shelf's number: who sends it has come to the end of its program (`presence.py`), or asks
-for nothing any more."""
+for nothing any more, or ends with an error and is to be asked for nothing any more."""
 
 _REPLIES: Final = 1 << 24
 _A_MOMENT: Final = 1.0
@@ -129,6 +130,16 @@ class Server:
             self._said.append((self._group.send([request], place, _REQUEST_TAG), request))
             self._said.append((self._group.send([farewell], place, _FAREWELL_TAG), farewell))
 
+    def abandon(self) -> None:
+        """This rank's program ends with an error: let the thread end as soon as those who are still there answer."""
+        for place in self.distant:
+            request = torch.tensor([self._place, _FAILING, 0, 0, 0])
+            try:
+                self._said.append((self._group.send([request], place, _REQUEST_TAG), request))
+            except RuntimeError:
+                self._done.add(place)
+        self.end()
+
     def end(self) -> None:
         """Let the thread end, once no peer asks any more: if it is in gloo when the interpreter ends, that aborts.
 
@@ -147,6 +158,8 @@ class Server:
                     self._done.add(place)
                     if number == _DEPARTING:
                         self.departing.add(place)
+                    elif number == _FAILING:
+                        self.dismiss(place)
                     continue
                 if (laid := self._wait_for(number, version)) is None:
                     continue

@@ -122,13 +122,18 @@ def test_gathered_blocks_leave_nothing_behind(stage: int) -> None:
 
 @STAGES
 def test_a_dropped_model_gives_its_memory_back(stage: int) -> None:
-    """With hooks on the model, on optimizers and on autograd, nothing process-wide may hold it."""
+    """With hooks on the model, on optimizers and on autograd, nothing process-wide may hold it.
+
+    But the slices of one, which other ranks may still read (`comm/presence.py`).
+    """
 
     def run(rank: int) -> None:
         def once() -> None:
             model = onecopy.shard(seeded(Stack), stage)
             optimizer = AdamW(model.parameters(), lr=1e-3)
             train(model, optimizer, [part(batch, rank, 2) for batch in vector_batches(2)])
+            del model, optimizer
+            gc.collect()
 
         once()
         before = _counts()
