@@ -40,7 +40,9 @@ def _peers(near: bool = False, limit: float = 20.0) -> Peers:
     os.environ[SWITCH] = "1"
     group = dist.group.WORLD
     assert group is not None
-    neighbours = find_neighbours(dist.get_rank(), _exchange, limit) if near else Neighbours()
+    neighbours = (
+        find_neighbours(dist.get_rank(), range(dist.get_world_size()), _exchange, limit) if near else Neighbours()
+    )
     return Peers(group, dist.get_rank(), tuple(range(dist.get_world_size())), neighbours)
 
 
@@ -259,7 +261,7 @@ def test_a_neighbour_that_never_answers_is_named() -> None:
 
 def _neighbours(rank: int, *, switched_off: int | None) -> list[int]:
     os.environ[SWITCH] = "0" if rank == switched_off else "1"
-    return sorted(find_neighbours(rank, _exchange, 1.0).mailboxes)
+    return sorted(find_neighbours(rank, range(dist.get_world_size()), _exchange, 1.0).mailboxes)
 
 
 def test_neighbours_are_mutual_and_can_be_switched_off() -> None:
@@ -277,7 +279,7 @@ def test_memory_is_read_or_refused() -> None:
 
 def _exchange_notes(rank: int, count: int) -> list[tuple[int, ...]]:
     """Rank 0 writes far more notes than a ring holds, of two subjects; rank 1 asks for the second's first."""
-    mailbox = find_neighbours(rank, _exchange, 10.0).mailboxes[1 - rank]
+    mailbox = find_neighbours(rank, range(dist.get_world_size()), _exchange, 10.0).mailboxes[1 - rank]
     if rank == 0:
         for number in range(count):
             mailbox.write((number % 2, number, -number, 5), 10.0)
@@ -307,7 +309,7 @@ def test_a_peer_that_is_gone_is_named_however_it_is_noticed() -> None:
         if not child:
             time.sleep(60)
             os._exit(0)
-        fetch = Fetch(torch.zeros(4), Mailbox(boards[0], child, ctypes.addressof(boards[1])), 0, 5.0)
+        fetch = Fetch(torch.zeros(4), Mailbox(boards[0], child, ctypes.addressof(boards[1]), 1, []), 0, 5.0)
 
         def program() -> Program:
             yield [Posted(fetch, 1)]

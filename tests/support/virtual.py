@@ -132,9 +132,9 @@ class _Numbers:
         return next(now.world.numbers[now.world.rank])
 
 
-def _look_once(limit: float, complaint: str) -> Iterator[None]:
+def _look_once(limit: float, complaint: str) -> Iterator[int]:
     """`patiently`, where it is known before whether something has come."""
-    yield
+    yield 0
     raise RuntimeError(f"timed out: the peer {complaint} for {limit:.1f} s")
 
 

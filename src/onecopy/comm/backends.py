@@ -54,7 +54,7 @@ def meet(peers: Peers, exchange: Callable[[object], list[object]]) -> Peers:
     neighbours = _neighbours.get(peers.group)
     if neighbours is None:
         limit = time_limit(peers.group).total_seconds()
-        neighbours = _neighbours[peers.group] = find_neighbours(peers.rank, exchange, limit)
+        neighbours = _neighbours[peers.group] = find_neighbours(peers.rank, peers.ranks, exchange, limit)
     return replace(peers, neighbours=neighbours)
 
 

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Final, NamedTuple, NoReturn, Protocol
 
 from onecopy.comm.cross_memory import Fetch, Offer
-from onecopy.comm.mailbox import Disagreement
+from onecopy.comm.mailbox import Disagreement, PeerGone
 from onecopy.comm.patience import patience
 from onecopy.errors import CollectiveError, CollectiveTimeout
 from onecopy.observe.ledger import Ledger
@@ -159,6 +159,8 @@ class Collective:
     def _fail(self, error: RuntimeError, unfinished: Sequence[Posted]) -> NoReturn:
         """Name the failure. Those after the first were never waited for: have a look whether they are missing too."""
         missing = {unfinished[0].peer}
+        if isinstance(error, PeerGone) and error.rank is not None:
+            raise self._failure(error, {error.rank}) from error
         for posted in unfinished[1:]:
             try:
                 if posted.peer not in missing:

@@ -16,7 +16,7 @@ import ctypes
 import os
 import platform
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -111,11 +111,14 @@ class Fetch:
         return True
 
 
-def find_neighbours(place: int, exchange: Callable[[object], list[object]], limit: float) -> Neighbours:
+def find_neighbours(
+    place: int, ranks: Sequence[int], exchange: Callable[[object], list[object]], limit: float
+) -> Neighbours:
     """The peers that can be reached through memory. A collective call.
 
     Args:
         place: this rank's place on the axis.
+        ranks: the global rank at each place.
         exchange: every rank's object, in order of places.
         limit: seconds that a message may take.
     """
@@ -135,11 +138,13 @@ def find_neighbours(place: int, exchange: Callable[[object], list[object]], limi
     _boards.extend(boards.values())
     addresses = {peer: ctypes.addressof(board) for peer, board in boards.items()}
     others: list[dict[int, int]] = exchange(addresses)  # type: ignore[assignment]
+    group: list[Mailbox] = []
     mailboxes = {
-        peer: Mailbox(board, card[0], others[peer][place])
+        peer: Mailbox(board, card[0], others[peer][place], ranks[peer], group)
         for peer, board in boards.items()
         if (card := cards[peer]) is not None and place in others[peer]
     }
+    group.extend(mailboxes.values())
     return Neighbours(mailboxes, limit)
 
 

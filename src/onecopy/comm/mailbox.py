@@ -13,7 +13,7 @@ import ctypes
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -38,6 +38,9 @@ _DEPARTING: Final = 1 << 41
 _LOOKS: Final = 50
 """How often a waiting rank looks before it sleeps in between."""
 
+_LOOKS_BETWEEN: Final = 500
+"""How often it looks, within some 150 ms, before it makes sure that all others are there."""
+
 
 class Ticket:
     """A place in the line for notes of one subject.
@@ -53,10 +56,15 @@ class Ticket:
 
 
 class PeerGone(RuntimeError):
-    """The peer's process has ended, or its memory cannot be read any more."""
+    """The peer's process has ended, or its memory cannot be read any more.
 
-    def __init__(self, process: int) -> None:
+    Attributes:
+        rank: its global rank, where it is not the one that was waited for.
+    """
+
+    def __init__(self, process: int, rank: int | None = None) -> None:
         super().__init__(f"the memory of process {process} cannot be read any more")
+        self.rank = rank
 
 
 class Disagreement(RuntimeError):
@@ -70,10 +78,21 @@ class Mailbox:
         board: this rank's memory for the peer.
         process: the peer's process id.
         address: of the peer's board for this rank, in the peer's memory.
+        rank: the peer's global rank.
+        group: filled with the mailboxes to all peers of the group, this one among them.
     """
 
-    def __init__(self, board: ctypes.Array[ctypes.c_int64], process: int, address: int) -> None:
+    def __init__(
+        self,
+        board: ctypes.Array[ctypes.c_int64],
+        process: int,
+        address: int,
+        rank: int,
+        group: Sequence[Mailbox],
+    ) -> None:
         self.process = process
+        self._rank = rank
+        self._group = group
         self._board = board
         self._address = address
         self._written = 0
@@ -121,9 +140,10 @@ class Mailbox:
             RuntimeError: if it does not come within ``limit`` seconds.
         """
         if ticket.note is None:
-            for _ in patiently(limit, "left no note"):
+            for look in patiently(limit, "left no note"):
                 if self.has_come(ticket):
                     break
+                self.look_around(look)
         assert ticket.note is not None
         return ticket.note
 
@@ -134,6 +154,22 @@ class Mailbox:
                 raise PeerGone(self.process)
             return False
         return True
+
+    def look_around(self, look: int) -> None:
+        """Whoever waits long, now and then makes sure that the group's other processes are there.
+
+        The peer that is waited for may wait for one that has ended, or may have met with its end already.
+
+        Args:
+            look: how often this rank has looked in this wait.
+
+        Raises:
+            PeerGone: if one of them has ended.
+        """
+        if look and look % _LOOKS_BETWEEN == 0:
+            for mailbox in self._group:
+                if not mailbox._top.read():
+                    raise PeerGone(mailbox.process, mailbox._rank)
 
     def depart(self, limit: float) -> None:
         """Leave the last note: this rank's program is at its end."""
@@ -182,12 +218,15 @@ class Mailbox:
         return True
 
 
-def patiently(limit: float, complaint: str) -> Iterator[None]:
-    """Give other processes the core between one look and the next, for longer the longer nothing comes."""
+def patiently(limit: float, complaint: str) -> Iterator[int]:
+    """Give other processes the core between one look and the next, for longer the longer nothing comes.
+
+    Yields how often it was looked.
+    """
     deadline = time.monotonic() + limit
     looks = 0
     while True:
-        yield
+        yield looks
         looks += 1
         if looks < _LOOKS:
             os.sched_yield()

@@ -172,9 +172,10 @@ class _Read:
         self._window = Window(mailbox.process, card, ctypes.addressof(self._card), len(self._card) * _NUMBER)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        for _ in patiently(seconds_of(timeout, self._limit), "has not written its parameters as often as this rank"):
+        for look in patiently(seconds_of(timeout, self._limit), "has not written its parameters as often as this rank"):
             if self.has_come():
                 break
+            self._mailbox.look_around(look)
             # What a rank lays out before it leaves is there once it has left.
             if self._mailbox.has_departed() and not self.has_come():
                 raise PeerGone(self._mailbox.process)
