@@ -90,6 +90,11 @@ def save(
 
     def collect() -> None:
         found, rest = _collect(named, everything, optimizer, group.rank)
+        if _holds_slice(extra):
+            raise UsageError(
+                "extra holds slices of sharded tensors (an onecopy.ema, a parameter, a state), of which it would keep "
+                "the first rank's alone: give them as rank_extra=, which keeps each rank's."
+            )
         rest |= {
             "extra": extra,
             "trainable_only": trainable_only,
@@ -169,6 +174,14 @@ def _config_of(model: nn.Module) -> dict[str, bytes]:
         if callable(to_json):
             found[name] = str(to_json()).encode()
     return found
+
+
+def _holds_slice(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_slice, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_slice, value))
+    return isinstance(value, SlicedTensor)
 
 
 def _packed(value: Any, what: str) -> Tensor:

@@ -26,8 +26,18 @@ from onecopy.errors import (
     SettingsError,
     UsageError,
 )
-from oracle import assert_same_weights, gathered_weights, part, train, whole_weights
-from ranks import run_ranks
+from onecopy.sharding.model import discover
+from oracle import (
+    OPTIMIZERS,
+    assert_same_weights,
+    assert_trains_like_twin,
+    gathered_weights,
+    part,
+    train,
+    train_twin,
+    whole_weights,
+)
+from ranks import everywhere, run_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -524,3 +534,129 @@ def test_a_step_between_forward_and_backward_is_refused(stage: int) -> None:
         _step(model, rank, 2, optimizer)
 
     run_ranks(2, run)
+
+
+# --- what a user who had the docs alone found
+
+
+def _raised(act: Callable[[], object]) -> str:
+    with pytest.raises(OnecopyError) as caught:
+        act()
+    return str(caught.value)
+
+
+def test_a_state_dict_of_a_part_gives_a_meta_model_no_values(tmp_path: Path) -> None:
+    """The rest would be zeros, without a word. Whole, it is taken, with the values that it has."""
+
+    def run(rank: int) -> tuple[str, str, bool]:
+        with torch.device("meta"):
+            model = seeded(Stack)
+        onecopy.shard(model, 3)
+        whole = seeded(Stack).state_dict()
+        part_of_it = {name: value for name, value in whole.items() if "head" not in name}
+        first = _raised(lambda: model.blocks[0].load_state_dict(seeded(Stack).blocks[0].state_dict(), assign=True))
+        second = _raised(lambda: model.load_state_dict(part_of_it, strict=False, assign=True))
+        model.load_state_dict(whole, assign=True)
+        with onecopy.gathered(model):
+            return first, second, all(torch.equal(model.get_parameter(name), value) for name, value in whole.items())
+
+    for first, second, equal in run_ranks(2, run):
+        assert "would have no values" in first
+        assert "'head." in second
+        assert equal
+
+
+def test_slices_in_extra_are_refused(tmp_path: Path) -> None:
+    """The first rank's alone would be kept. As `rank_extra` each rank's come back."""
+
+    def run(rank: int) -> tuple[str, bool]:
+        model = onecopy.shard(seeded(Stack), 3)
+        average = onecopy.ema(model, 0.9)
+        kept = [value.detach().local.clone() for value in average.state_dict().values() if hasattr(value, "local")]
+        message = _raised(lambda: onecopy.save(tmp_path, model, step=1, extra={"ema": [average.state_dict()]}))
+        onecopy.save(tmp_path, model, step=1, rank_extra={"ema": average.state_dict()})
+        loaded = onecopy.load(tmp_path, model).rank_extra["ema"]
+        back = [value.detach().local for value in loaded.values() if hasattr(value, "local")]
+        return message, all(map(torch.equal, kept, back))
+
+    for message, equal in run_ranks(2, run):
+        assert "rank_extra=" in message
+        assert equal
+
+
+@everywhere
+def test_numpy_of_a_weight_in_forward_shows_what_plain_torch_shows(stage: int, num_ranks: int) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(10, 3)
+            self.seen: list[float] = []
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.seen.append(float(self.layer.weight.detach().numpy().sum()))
+            return nn.functional.mse_loss(self.layer(x), y)
+
+    def run(rank: int) -> None:
+        model = assert_trains_like_twin(rank, num_ranks, lambda: seeded(Looks), vector_batches(2), stage=stage)
+        twin = seeded(Looks)
+        train_twin(twin, OPTIMIZERS["sgd"], vector_batches(2))
+        assert model.seen == pytest.approx(twin.seen, rel=1e-5)
+
+    run_ranks(num_ranks, run)
+
+
+def test_what_cannot_be_done_to_a_sharded_model_says_what_to_do() -> None:
+    def run(rank: int) -> list[str]:
+        model = onecopy.shard(seeded(Stack), 3)
+        shared = _raised(model.share_memory)
+        wrapped = _raised(lambda: nn.parallel.DistributedDataParallel(model))
+        with torch.device("meta"):
+            meta = nn.Linear(3, 3)
+        onecopy.shard(meta, 3)
+        early = SGD(meta.parameters(), lr=0.1)
+        onecopy.materialize(meta, device="cpu")
+        meta(torch.ones(1, 3)).sum().backward()
+        stale = _raised(early.step)
+        model.blocks[0](torch.ones(1, 10)).sum().backward()
+        partly = _raised(SGD(model.parameters(), lr=0.1).step)
+        return [shared, wrapped, stale, partly]
+
+    expected = ["share_memory() before onecopy.shard", "do not wrap", "after onecopy.materialize", "model itself"]
+    for messages in run_ranks(2, run):
+        for message, words in zip(messages, expected, strict=True):
+            assert words in message
+
+
+def test_small_blocks_cast_their_inputs_under_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They leave their parameters to the root, and a block may still hand fp32 on. Oracle: units that are named."""
+    monkeypatch.setattr(discover, "SMALL_BYTES", 2**18)
+
+    class Widens(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.layer = nn.LayerNorm(10), nn.Linear(10, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.norm(x)).float()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Widens() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    def run(rank: int) -> list[float]:
+        losses = []
+        for units in ("auto", [Widens]):
+            model = onecopy.shard(seeded(Net), 3, precision="bf16", units=units)
+            loss = model(vector_batches(1)[0][0])
+            loss.backward()
+            losses.append(float(loss))
+        return losses
+
+    for auto, named in run_ranks(2, run):
+        assert auto == named

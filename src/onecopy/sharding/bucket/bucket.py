@@ -87,7 +87,7 @@ class WholeParameter(nn.Parameter):
     def data(self, value: Tensor) -> None:
         raise UsageError(
             "a forward assigned to a parameter's .data, which would be lost: edit parameters outside of forward, "
-            "inside `with onecopy.gathered(model, write=True):`."
+            "inside `with torch.no_grad(), onecopy.gathered(model, write=True):`."
         )
 
 
@@ -261,7 +261,7 @@ class Bucket:
             self._writes = writes
             raise UsageError(
                 f"parameters of unit {self.unit!r} were written to while it computed, which would be lost: edit them "
-                f"outside of forward, inside `with onecopy.gathered(model, write=True):`."
+                f"outside of forward, inside `with torch.no_grad(), onecopy.gathered(model, write=True):`."
             )
 
     def _count_writes(self) -> int:
@@ -402,7 +402,8 @@ class Bucket:
         return counts
 
     def release(self) -> None:
-        """Give the memory of the whole parameters back, unless somebody else still holds them: then it stays.
+        """Give the memory of the whole parameters back, unless somebody else still holds them, or has made a numpy
+        array of them: then it stays.
 
         Whether somebody does may differ between ranks (a backend's thread lets go of its tensors when it likes), and
         the next gather must not: it is made in any case, and fills in the values that are there.
@@ -411,7 +412,7 @@ class Bucket:
             return
         self.finish_gather()
         self.state = State.SLICED
-        if self._count_holders() != self._holders:
+        if self._count_holders() != self._holders or not self.storage.resizable():
             return
         self._whole.free()
         self.meter.add("parameters_gathered", -self._whole.nbytes)
@@ -452,5 +453,5 @@ class Bucket:
             if any(module._parameters.get(attribute) is not entry.shown for module, attribute in entry.places):
                 raise UsageError(
                     f"parameter {entry.name!r} was replaced after onecopy.shard; edit it in place inside "
-                    f"`with onecopy.gathered(model, write=True):` instead."
+                    f"`with torch.no_grad(), onecopy.gathered(model, write=True):` instead."
                 )

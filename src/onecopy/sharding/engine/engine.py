@@ -327,7 +327,8 @@ class Engine:
         if torch.is_grad_enabled() and self.stage.shards_parameters:
             raise UsageError(
                 "backward with create_graph=True (double backward, a gradient penalty) is not supported at stage 3: "
-                "shard at stage 1 or 2, or take units=[] or the gradient inside of one unit's forward."
+                "shard at stage 1 or 2, or take the gradient and its penalty inside of one unit's forward (the "
+                "model's own, with units=[])."
             )
         unit.check_visit(visit)
         unit.enter(visit)

@@ -36,7 +36,21 @@ def guard(model: nn.Module) -> None:
         _hooked = True
 
 
+def whole_model_of(module: nn.Module) -> nn.Module:
+    """The sharded model that ``module`` is a part of; ``module`` itself where it is of none."""
+    reference = _guarded.get(module)
+    model = reference() if reference is not None else None
+    return module if model is None else model
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
+
 def _on_module(holder: nn.Module, name: str, module: nn.Module | None) -> None:
+    if module in _guarded and type(holder).__name__ in _WRAPPERS:
+        raise UsageError(
+            f"the model is sharded, and so trained by all ranks already: do not wrap it in {type(holder).__name__}."
+        )
     if module is None or (reference := _guarded.get(holder)) is None or (model := reference()) is None:
         return
     for path, part in module.named_modules():
@@ -76,8 +90,8 @@ def _on_parameter(holder: nn.Module, name: str, parameter: Tensor | None) -> Non
         )
     raise UsageError(
         f"parameter {path!r} cannot be replaced after onecopy.shard (load_state_dict(assign=True) does that too): edit "
-        f"it in place inside `with onecopy.gathered(model, write=True):`, or load without assign. Resize embeddings "
-        f"(model.resize_token_embeddings) before onecopy.shard."
+        f"it in place inside `with torch.no_grad(), onecopy.gathered(model, write=True):`, or load without assign. "
+        f"Resize embeddings (model.resize_token_embeddings) before onecopy.shard."
     )
 
 

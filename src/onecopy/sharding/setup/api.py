@@ -141,10 +141,12 @@ def shard(
     unsharded = find_ignored(model, ignored)
     scopes = find_parameters(model, find_scopes(model, units), unsharded.values())
     if units == "auto" and activations is None:
-        scopes = leave_small_to_root(scopes)
+        # Inputs are cast at the entrance of every unit, so those that leave all parameters to the root stay units.
+        kept: dict[str, list[Found]] = {scope: [] for scope in scopes} if dtypes.compute is not None else {}
+        scopes = kept | leave_small_to_root(scopes)
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
-    device = next(iter(scopes.values()))[0].parameter.device
+    device = next(item.parameter.device for found in scopes.values() for item in found)
     check_not_hooked(scopes)
     if optimizer is not None:
         check_holds(optimizer, model.parameters())

@@ -106,7 +106,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
             if hasattr(parameter, _REPLACED):
                 raise UsageError(
                     f"the optimizer holds {getattr(parameter, _REPLACED)!r} as it was before onecopy.shard: make the "
-                    f"optimizer after sharding, or pass it as onecopy.shard(..., optimizer=optimizer)."
+                    f"optimizer after onecopy.shard, and after onecopy.materialize of a meta model, or pass it as "
+                    f"onecopy.shard(..., optimizer=optimizer)."
                 )
         if engines and group.get("foreach", False) is None and _may_be_foreach(group):
             # torch chooses foreach for itself only for plain tensors; one dispatch for each parameter is slow.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from onecopy.errors import UsageError
+from onecopy.sharding.model.structure import whole_model_of
 from onecopy.sharding.setup.whole import allocate
 from onecopy.sharding.tensor.single import gather_slices
 from onecopy.sharding.tensor.sliced import SlicedTensor
@@ -111,7 +112,15 @@ def _before_load(
     device = next((v.device for v in given.values() if isinstance(v, Tensor) and not v.is_meta), None)
     if device is None:
         return
-    missing = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in given]
+    root = whole_model_of(module)
+    has = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in given}
+    if without := [name for name, p in root.named_parameters() if id(p) not in has]:
+        raise UsageError(
+            f"parameter {without[0]!r} of the meta model is not in the state dict and would have no values: give "
+            f"load_state_dict(assign=True) all of the model's parameters at once, or call "
+            f"onecopy.materialize(model) first, which initialises it."
+        )
+    missing = [name for name, buffer in root.named_buffers() if buffer.is_meta and name not in given]
     if missing:
         raise UsageError(
             f"buffer {missing[0]!r} of the meta model is not in the state dict and would have no values: call "

@@ -182,6 +182,17 @@ class SlicedTensor(torch.Tensor):
             f"{self.slicing.numel} elements: use it inside `with onecopy.gathered(...)`."
         )
 
+    def share_memory_(self) -> NoReturn:
+        """Its memory is a part of the bucket's.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"{self.slicing.name!r} is a slice of a larger buffer, which cannot move to shared memory: call "
+            f"share_memory() before onecopy.shard, or give other processes a copy of the whole parameter."
+        )
+
     def tolist(self) -> NoReturn:
         """As `numpy`.
 
