@@ -26,7 +26,7 @@ from onecopy.errors import CollectiveError
 from oracle import part
 from ranks import RankError, run_ranks
 
-LIMIT = 1.0
+LIMIT = 0.6
 """Seconds that the process group allows a message."""
 
 SLACK = 4.0

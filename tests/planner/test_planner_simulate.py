@@ -89,7 +89,7 @@ def _check(found: Comparison, tolerance: float) -> None:
             assert formula == pytest.approx(engine, rel=tolerance), (phase, category)
 
 
-@pytest.mark.parametrize("ranks", [8, 64, 1024])
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.full), 1024])
 @pytest.mark.parametrize("name", MODELS)
 def test_formulas_agree_with_the_simulated_engine_within_3_percent(name: str, ranks: int) -> None:
     schedules = [Schedule(stage, ranks) for stage in range(4)]

@@ -621,7 +621,12 @@ def test_what_cannot_be_done_to_a_sharded_model_says_what_to_do() -> None:
         partly = _raised(SGD(model.parameters(), lr=0.1).step)
         return [shared, wrapped, stale, partly]
 
-    expected = ["share_memory() before onecopy.shard", "do not wrap", "after onecopy.materialize", "model itself"]
+    expected = [
+        "share_memory() before onecopy.shard",
+        "do not wrap",
+        "after onecopy.materialize",
+        "through the model itself",
+    ]
     for messages in run_ranks(2, run):
         for message, words in zip(messages, expected, strict=True):
             assert words in message

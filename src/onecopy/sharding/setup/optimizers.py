@@ -174,8 +174,8 @@ def _check_gradient(parameter: SlicedTensor) -> None:
     if isinstance(parameter.grad, PendingGradient):
         raise UsageError(
             f"the optimizer was stepped while the gradient of {parameter.slicing.name!r} is kept on its rank: run the "
-            f"step's last micro-batch outside no_sync() (or all accumulate= of them), or call "
-            f"model.reduce_gradients() first."
+            f"step's last micro-batch outside no_sync() (or all accumulate= of them) and through the model itself, not "
+            f"through parts of it, or call model.reduce_gradients() first."
         )
     if parameter.grad is not None and not isinstance(parameter.grad, SlicedTensor):
         raise UsageError(
