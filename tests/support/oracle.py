@@ -207,11 +207,15 @@ def mean_over_ranks(values: Sequence[float]) -> list[float]:
     return total.tolist()
 
 
-def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
-    """Same names, shapes, dtypes and, to ``atol``, values."""
+def assert_same_weights(
+    found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6, rtol: float = 0
+) -> None:
+    """Same names, shapes, dtypes and, to ``atol`` and ``rtol``, values."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def assert_trains_like_twin(
