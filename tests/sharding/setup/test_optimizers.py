@@ -17,7 +17,15 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import onecopy
 from models import Stack, seeded, vector_batches
 from onecopy.errors import OnecopyError
-from oracle import assert_same_weights, assert_trains_like_twin, gathered_weights, part, train, whole_weights
+from oracle import (
+    assert_same_weights,
+    assert_trains_like_twin,
+    gathered_weights,
+    mean_over_ranks,
+    part,
+    train,
+    whole_weights,
+)
 from ranks import every_stage, run_ranks
 
 ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
@@ -179,6 +187,46 @@ def test_two_models_in_one_loop(stage: int) -> None:
             assert_same_weights(gathered_weights(model), whole_weights(twin))
 
     run_ranks(2, run)
+
+
+@pytest.mark.parametrize("transport", ["memory", "sockets"])
+@pytest.mark.parametrize("stages", [(1, 3), (3, 2), (3, 3), (0, 3)])
+def test_two_models_interleaved(stages: tuple[int, int], transport: str) -> None:
+    """One feeds the other, which is evaluated and stepped while the first one's backward is still to come."""
+
+    def layers(width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 10))
+
+    def run(rank: int) -> None:
+        twins = [seeded(lambda width=width: layers(width)) for width in (12, 17)]
+        sharded = [
+            onecopy.shard(seeded(lambda width=width: layers(width)), stage, units=[nn.Linear])
+            for width, stage in zip((12, 17), stages, strict=True)
+        ]
+        losses = []
+        for models, mine in ((sharded, lambda b: part(b, rank, 2)), (twins, lambda b: b)):
+            first, second = models
+            optimizers = [SGD(m.parameters(), lr=0.1) for m in models]
+            seen = []
+            for batch in vector_batches(3):
+                x, _ = mine(batch)
+                made = first(x)
+                with torch.no_grad():
+                    seen.append(float(second(made).square().mean()))
+                second(made.detach()).square().mean().backward()
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+                again = first(x * 2)
+                (second(made).square().mean() + second(again).abs().mean()).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            losses.append(seen)
+        for model, twin in zip(sharded, twins, strict=True):
+            assert_same_weights(gathered_weights(model), whole_weights(twin))
+        assert mean_over_ranks(losses[0]) == pytest.approx(losses[1], rel=1e-5)
+
+    run_ranks(2, run, transport=transport)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
