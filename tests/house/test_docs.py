@@ -1,4 +1,4 @@
-"""Every Python example in README.md and docs/ runs as written, and its first loss is a plain model's where it makes none."""
+"""Every Python example in README.md and docs/ runs as written. Oracle: the first loss is a plain model's."""
 
 from __future__ import annotations
 

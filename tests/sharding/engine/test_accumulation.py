@@ -210,3 +210,26 @@ def test_a_step_is_begun_anew_after_an_error_in_its_last_micro_batch(
         assert expected["gradients_whole"] == expected["parameters_gathered"] * (stage > 0) == 0
 
     run_ranks(num_ranks, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_that_keeps_its_graph_adds_to_what_was_kept(stage: int) -> None:
+    """With create_graph=True autograd puts the sum into new memory. Against one process.
+
+    Such a backward is no micro-batch of its own: a step of two of them has three backwards. In the third step the user clears gradients between micro-batches, by value and by None in turn.
+    """
+
+    def run(rank: int) -> None:
+        model, twin = onecopy.shard(seeded(Stack), stage, accumulate=2), seeded(Stack)
+        for each, mine in ((model, lambda b: part(b, rank, 2)), (twin, lambda b: b)):
+            optimizer = SGD(each.parameters(), lr=0.1)
+            for step, clears in enumerate((None, None, False, True)):
+                for number, batch in enumerate(vector_batches(3)):
+                    each(*mine(batch)).backward(create_graph=number == step % 2)
+                    if clears is not None and number == 1:
+                        optimizer.zero_grad(set_to_none=clears)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(2, run)

@@ -9,8 +9,10 @@
 ``reduced``     one slice     the mean over ranks; becomes the memory of `p.grad`
 ==============  ============  ====================================================================
 
-What is sent leaves through communication buffers of constant size, in the reduce dtype; autograd's own gradients, or
-the kept ones, live until the last of them is copied out.
+Autograd adds to what is kept itself where it computes gradients in the dtype in which they are kept (`prepare`), as it
+does in one process; else they are added when the unit's backward is over. What is sent leaves through communication
+buffers of constant size, in the reduce dtype; autograd's own gradients, or the kept ones, live until the last of them
+is copied out.
 """
 
 from __future__ import annotations
@@ -67,6 +69,11 @@ class _Gradient:
     def is_pending(self) -> bool:
         return self.sliced.grad is self.pending
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing is kept of it: it is new, or the user has cleared it since."""
+        return not self.is_pending or self.pending.cleared
+
     def show_pending(self) -> None:
         if not self.is_pending:
             present: Any = self.sliced.grad
@@ -114,9 +121,11 @@ class Gradients:
         self._reduced: Tensor | None = None
         self._reduction: Iterator[Collective] = iter(())
         self._underway: Collective | None = None
-        self._has_left = False
+        self._is_closed = False
         self._missing = len(self._gradients)
         self._arrived_bytes = 0
+        self._sums_in_place = bucket.dtypes.compute == bucket.dtypes.accumulate and not any(bucket.specs)
+        self._lends = False
         # Weak, because torch's C++ side holds the hook where Python's garbage collector does not see it.
         this = weakref.ref(self)
         for position, gradient in enumerate(self._gradients):
@@ -125,7 +134,7 @@ class Gradients:
     def _arrive(self, position: int) -> None:
         """Autograd has put a gradient into the whole leaf."""
         gradient = self._gradients[position]
-        if self._has_left:
+        if self._is_closed:
             raise UsageError(
                 f"a gradient for {gradient.sliced.slicing.name!r} came after its unit {self._bucket.unit!r} had "
                 f"finished backward: the loss uses a tensor that the unit's forward did not return. Return it there."
@@ -137,7 +146,8 @@ class Gradients:
         if not gradient.arrived:
             gradient.arrived = True
             self._missing -= 1
-            self._count_arrived(gradient.nbytes)
+            if not self._lends:
+                self._count_arrived(gradient.nbytes)
         if self.meanwhile is not None:
             self.meanwhile()
         if self._missing == 0 and self.on_arrival is not None:
@@ -171,9 +181,22 @@ class Gradients:
         """For each parameter, whether this rank has a gradient to send; to be asked before `keep` or `start_reduce`."""
         return [g.arrived or g.is_pending for g in self._gradients]
 
+    def prepare(self) -> None:
+        """A backward begins: what has been kept is what autograd adds to, but where the user has cleared it since."""
+        if self._kept is None or not self._sums_in_place or self.any_arrived:
+            return
+        self._lends = True
+        with torch.no_grad():
+            for view, gradient in zip(self._kept.views, self._gradients, strict=True):
+                if gradient.is_fresh:
+                    view.zero_()
+                gradient.pending.cleared = False
+                gradient.whole.grad = view
+
     def keep(self) -> None:
         """Add this micro-batch's gradients to those kept, in the accumulate dtype. Nothing is sent."""
         if not self.any_arrived:
+            self._forget_arrived()
             return
         if self._kept is None:
             memory = self._bucket.empty_gradients(self._bucket.layout.padded_numel)
@@ -187,7 +210,7 @@ class Gradients:
 
     def start_reduce(self) -> None:
         """Send this micro-batch's gradients together with those kept: (N-1)/N of the bucket over the shard axis."""
-        self._has_left = True
+        self._is_closed = True
         self._reduction = self._reduce(self._take_outgoing())
         self._underway = next(self._reduction, None)
 
@@ -231,7 +254,7 @@ class Gradients:
 
     def reopen(self) -> None:
         """The backward is over; the next one may bring gradients again."""
-        self._has_left = False
+        self._is_closed = False
 
     def drop(self) -> None:
         """Forget what is between autograd and `p.grad`, to go on after a backward that failed."""
@@ -239,7 +262,7 @@ class Gradients:
         if self._kept is not None:
             self._bucket.meter.add("gradients_whole", -self._kept.nbytes)
         self._kept = self._kept_slice = self._reduced = None
-        self._has_left = False
+        self._is_closed = False
         self._forget_arrived()
         for gradient in self._gradients:
             gradient.drop_pending()
@@ -269,22 +292,30 @@ class Gradients:
 
     def _add_arrived(self, kept: FlatBuffer) -> None:
         """Add to ``kept``; a parameter whose gradient is new, or was cleared by the user since, starts anew."""
+        copied: list[tuple[Tensor, Tensor]] = []
+        added: list[tuple[Tensor, Tensor]] = []
         with torch.no_grad():
             for view, gradient in zip(kept.views, self._gradients, strict=True):
-                if not gradient.is_pending or gradient.pending.cleared:
-                    gradient.pending.cleared = False
+                if self._lends:
+                    # Where autograd was asked for a graph of the gradient, it has put the sum elsewhere.
+                    if gradient.arrived and gradient.whole.grad is not view:
+                        copied.append((view, gradient.local))
+                    continue
+                if gradient.arrived:
+                    (copied if gradient.is_fresh else added).append((view, gradient.local.to(view.dtype)))
+                elif gradient.is_fresh:
                     view.zero_()
-            views = [v for v, g in zip(kept.views, self._gradients, strict=True) if g.arrived]
-            if views:
-                torch._foreach_add_(views, [g.to(kept.flat.dtype) for g in self._arrived_gradients()])
-
-    def _arrived_gradients(self) -> list[Tensor]:
-        return [g.local for g in self._gradients if g.arrived]
+                gradient.pending.cleared = False
+            if copied:
+                torch._foreach_copy_([view for view, _ in copied], [arrived for _, arrived in copied])
+            if added:
+                torch._foreach_add_([view for view, _ in added], [arrived for _, arrived in added])
 
     def _forget_arrived(self) -> None:
         self._missing = len(self._gradients)
         self._bucket.meter.add("gradients_whole", -self._arrived_bytes)
         self._arrived_bytes = 0
+        self._lends = False
         for gradient in self._gradients:
             gradient.arrived = False
             gradient.whole.grad = None

@@ -66,6 +66,8 @@ class Reducer:
         self._next = 0
         self._finished = []
         self._uses = {}
+        for gradients in self._all:
+            gradients.prepare()
 
     def finished(self, unit: Unit, visited: Collection[Unit]) -> None:
         """The unit has computed all its gradients: send them as soon as those before it in the order are sent.
