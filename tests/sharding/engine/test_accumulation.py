@@ -216,7 +216,8 @@ def test_a_step_is_begun_anew_after_an_error_in_its_last_micro_batch(
 def test_a_backward_that_keeps_its_graph_adds_to_what_was_kept(stage: int) -> None:
     """With create_graph=True autograd puts the sum into new memory. Against one process.
 
-    Such a backward is no micro-batch of its own: a step of two of them has three backwards. In the third step the user clears gradients between micro-batches, by value and by None in turn.
+    Such a backward is no micro-batch of its own: a step of two of them has three backwards. In the last two steps the
+    user clears gradients between them, by value and by None.
     """
 
     def run(rank: int) -> None:
