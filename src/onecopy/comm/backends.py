@@ -43,7 +43,7 @@ def exchanges_directly(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in dist.get_backend_config(group)
 
 
-def meet(peers: Peers, exchange: Callable[[object], list[object]]) -> Peers:
+def with_neighbours(peers: Peers, exchange: Callable[[object], list[object]]) -> Peers:
     """``peers`` with those that CPU tensors reach through memory. A collective call.
 
     Args:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecopy.comm.backends import control_device, exchanges_directly, meet, transport_for
+from onecopy.comm.backends import control_device, exchanges_directly, transport_for, with_neighbours
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
@@ -282,7 +282,7 @@ def make_mesh(
                 message.finish()
             return alone.exchange_objects(own)
 
-        return Axis(name, meet(peers, exchange), staging, ledger)
+        return Axis(name, with_neighbours(peers, exchange), staging, ledger)
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),), axis("tensor"))

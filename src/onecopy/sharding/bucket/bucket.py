@@ -92,7 +92,7 @@ class WholeParameter(nn.Parameter):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundParameter:
     """A parameter as the model was built, every place that holds it, and other objects over the very same memory."""
 
     name: str
@@ -148,7 +148,7 @@ class Bucket:
 
     def __init__(
         self,
-        found: Sequence[Found],
+        found: Sequence[FoundParameter],
         dtypes: Dtypes,
         *,
         trainable: bool,
@@ -179,7 +179,7 @@ class Bucket:
         self._cut = Cut([(s.slice_start, s.numel) for s in self._segments], self.layout.slice_numel)
         self.place_on(found[0].parameter.device, found)
 
-    def place_on(self, device: torch.device, found: Sequence[Found]) -> None:
+    def place_on(self, device: torch.device, found: Sequence[FoundParameter]) -> None:
         """Make slices and parameters anew on ``device``; values are zero until `load`."""
         self.device = device
         self.master = torch.zeros(self.layout.slice_numel, dtype=self.dtypes.master, device=device)
@@ -200,7 +200,7 @@ class Bucket:
         self.storage = self._whole.flat.untyped_storage()
         self._holders: list[int] | None = None
 
-    def _entry(self, position: int, found: Found, local: Tensor) -> Entry:
+    def _entry(self, position: int, found: FoundParameter, local: Tensor) -> Entry:
         segment = self._segments[position]
         spec = self.specs[position]
         slicing = Slicing(
@@ -305,12 +305,7 @@ class Bucket:
     def gather_masters(self) -> FlatBuffer:
         """The whole parameters in the master dtype, gathered into a new buffer."""
         whole = self.buffer(self.dtypes.master)
-        collective: Collective | None
-        if self.shelf is not None and self.shelf.laid is not None:
-            collective = self.mesh.shard.gather(self.shelf, whole.flat, self._version, self.unit)
-        else:
-            collective = self.mesh.shard.all_gather(self.master, whole.flat, self.unit, self.tag + Message.MASTERS)
-        if collective is not None:
+        if collective := self._issue_gather(whole.flat, Message.MASTERS):
             collective.finish()
         return whole
 
@@ -364,17 +359,17 @@ class Bucket:
         if self._whole.allocate():
             self.meter.add("parameters_gathered", self._whole.nbytes)
             self._poison()
-        self._gathering = self._issue_gather(backward)
+        self._gathering = self._issue_gather(self._whole.flat, Message.BACKWARD if backward else Message.FORWARD)
         self.state = State.WHOLE if self._gathering is None else State.GATHERING
 
-    def _issue_gather(self, backward: bool) -> Collective | None:
-        axis, whole = self.mesh.shard, self._whole.flat
+    def _issue_gather(self, whole: Tensor, message: Message) -> Collective | None:
+        """Fill the flat ``whole``, in its dtype: from the shelves where ranks fetch, else by a collective."""
+        axis, mine = self.mesh.shard, self.master
         if self.shelf is not None and self.shelf.laid is not None:
             return axis.gather(self.shelf, whole, self._version, self.unit)
-        mine = self.master
-        if self.dtypes.compute != self.dtypes.master and axis.size > 1:
+        if whole.dtype != mine.dtype and axis.size > 1:
             mine = self._own_part(whole).copy_(mine)
-        return axis.all_gather(mine, whole, self.unit, self.tag + (Message.BACKWARD if backward else Message.FORWARD))
+        return axis.all_gather(mine, whole, self.unit, self.tag + message)
 
     def finish_gather(self) -> None:
         """Wait until a gather that was begun is complete."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from onecopy.errors import SettingsError
-from onecopy.sharding.bucket.bucket import Found, Place
+from onecopy.sharding.bucket.bucket import FoundParameter, Place
 from onecopy.sharding.model.shared import find_twins
 
 SMALL_BYTES = 2**18
@@ -65,7 +65,7 @@ def find_scopes(model: nn.Module, units: Units) -> list[str]:
 
 def find_parameters(
     model: nn.Module, scopes: Sequence[str], ignored: Iterable[nn.Parameter] = ()
-) -> dict[str, list[Found]]:
+) -> dict[str, list[FoundParameter]]:
     """The parameters of each scope, in the order of `model.named_parameters()`; scopes without any are left out.
 
     Args:
@@ -95,15 +95,15 @@ def find_parameters(
             places.setdefault(key, []).append((module, attribute))
             shared[key] = _common(shared.get(key, chains[module]), chains[module])
             objects.setdefault(key, {})[id(parameter)] = parameter
-    found: dict[str, list[Found]] = {scope: [] for scope in scopes}
+    found: dict[str, list[FoundParameter]] = {scope: [] for scope in scopes}
     for name, parameter in parameters.items():
         if (key := id(parameter)) in places:
             others = tuple(other for other in objects[key].values() if other is not parameter)
-            found[shared[key][-1]].append(Found(name, parameter, tuple(places[key]), others))
+            found[shared[key][-1]].append(FoundParameter(name, parameter, tuple(places[key]), others))
     return {scope: items for scope, items in found.items() if items}
 
 
-def leave_small_to_root(found: dict[str, list[Found]]) -> dict[str, list[Found]]:
+def leave_small_to_root(found: dict[str, list[FoundParameter]]) -> dict[str, list[FoundParameter]]:
     """``found`` with what is not worth a message left to the root, unless it adds up to more than the root may take.
 
     That is so of the blocks of a narrow net, and of adapters among frozen weights. What is left counts by dtype and
@@ -112,7 +112,7 @@ def leave_small_to_root(found: dict[str, list[Found]]) -> dict[str, list[Found]]
     Args:
         found: the parameters of each scope, as `find_parameters` has them.
     """
-    groups: dict[tuple[str, torch.dtype, bool], list[Found]] = {}
+    groups: dict[tuple[str, torch.dtype, bool], list[FoundParameter]] = {}
     for scope, items in found.items():
         for item in items:
             groups.setdefault((scope, item.parameter.dtype, item.parameter.requires_grad), []).append(item)
@@ -129,7 +129,7 @@ def leave_small_to_root(found: dict[str, list[Found]]) -> dict[str, list[Found]]
     return {"": of_root, **{scope: items for scope, items in kept.items() if items}}
 
 
-def _nbytes(item: Found) -> int:
+def _nbytes(item: FoundParameter) -> int:
     return item.parameter.numel() * item.parameter.element_size()
 
 

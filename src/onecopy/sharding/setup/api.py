@@ -22,7 +22,7 @@ from onecopy.memory.arena import Arena
 from onecopy.memory.staging import Staging
 from onecopy.observe.ledger import Ledger, Phase
 from onecopy.observe.meter import Meter
-from onecopy.sharding.bucket.bucket import Bucket, Found
+from onecopy.sharding.bucket.bucket import Bucket, FoundParameter
 from onecopy.sharding.engine.buffers import equalise
 from onecopy.sharding.engine.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.engine.unit import Unit
@@ -142,7 +142,7 @@ def shard(
     scopes = find_parameters(model, find_scopes(model, units), unsharded.values())
     if units == "auto" and activations is None:
         # Inputs are cast at the entrance of every unit, so those that leave all parameters to the root stay units.
-        kept: dict[str, list[Found]] = {scope: [] for scope in scopes} if dtypes.compute is not None else {}
+        kept: dict[str, list[FoundParameter]] = {scope: [] for scope in scopes} if dtypes.compute is not None else {}
         scopes = kept | leave_small_to_root(scopes)
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
@@ -276,9 +276,9 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def _make_buckets(
-    unit: str, found: Sequence[Found], precision: Precision, mesh: Mesh, meter: Meter, regions: Arena | None
+    unit: str, found: Sequence[FoundParameter], precision: Precision, mesh: Mesh, meter: Meter, regions: Arena | None
 ) -> list[Bucket]:
-    groups: dict[tuple[Dtypes, bool, torch.device], list[Found]] = {}
+    groups: dict[tuple[Dtypes, bool, torch.device], list[FoundParameter]] = {}
     for item in found:
         trainable = item.parameter.requires_grad
         dtypes = precision.for_parameter(item.parameter.dtype, trainable)
@@ -296,7 +296,7 @@ def _make_buckets(
     return buckets
 
 
-def _retire(scopes: dict[str, list[Found]]) -> None:
+def _retire(scopes: dict[str, list[FoundParameter]]) -> None:
     """Free the parameters as they were, whoever holds them still, and know them again in an optimizer."""
     for found in scopes.values():
         for item in found:
@@ -306,7 +306,7 @@ def _retire(scopes: dict[str, list[Found]]) -> None:
                 local.data = local.data.new_empty(0)
 
 
-def _replacements(scopes: dict[str, list[Found]], units: Sequence[Unit]) -> dict[nn.Parameter, SlicedTensor]:
+def _replacements(scopes: dict[str, list[FoundParameter]], units: Sequence[Unit]) -> dict[nn.Parameter, SlicedTensor]:
     sliced = {entry.name: entry.sliced for unit in units for bucket in unit.buckets for entry in bucket.entries}
     return {
         parameter: sliced[item.name]
@@ -320,7 +320,7 @@ def _describe_buffers(model: nn.Module) -> list[str]:
     return [f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()]
 
 
-def _describe_parameters(scopes: dict[str, list[Found]]) -> list[str]:
+def _describe_parameters(scopes: dict[str, list[FoundParameter]]) -> list[str]:
     return [
         f"unit {name or '(root)'!r} parameter {item.name!r} of shape {tuple(item.parameter.shape)}, "
         f"{item.parameter.dtype}, requires_grad={item.parameter.requires_grad}{describe(item.parameter)}"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onecopy.errors import SettingsError, UsageError
-from onecopy.sharding.bucket.bucket import Found
+from onecopy.sharding.bucket.bucket import FoundParameter
 from onecopy.sharding.engine.engine import ENGINE
 from onecopy.sharding.tensor.sliced import SlicedTensor
 
@@ -24,7 +24,7 @@ def check_kind(name: str, value: object, kind: type | UnionType, expected: str) 
         raise SettingsError(f"{name} must be {expected}; found {value!r}")
 
 
-def check_holds_once(optimizer: Optimizer, scopes: Mapping[str, Sequence[Found]]) -> None:
+def check_holds_once(optimizer: Optimizer, scopes: Mapping[str, Sequence[FoundParameter]]) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for found in scopes.values():
         for item in found:
@@ -35,7 +35,7 @@ def check_holds_once(optimizer: Optimizer, scopes: Mapping[str, Sequence[Found]]
                 )
 
 
-def check_not_hooked(scopes: Mapping[str, Sequence[Found]]) -> None:
+def check_not_hooked(scopes: Mapping[str, Sequence[FoundParameter]]) -> None:
     for found in scopes.values():
         for item in found:
             if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in (item.parameter, *item.twins)):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onecopy.comm.dtensors import is_dtensor, local_of
 from onecopy.errors import UsageError
-from onecopy.sharding.bucket.bucket import NO_MEMORY, Bucket, Found
+from onecopy.sharding.bucket.bucket import NO_MEMORY, Bucket, FoundParameter
 from onecopy.sharding.bucket.flat import FlatBuffer
 from onecopy.sharding.engine.buffers import equalise
 from onecopy.sharding.engine.engine import Engine, find_engine
@@ -160,7 +160,7 @@ def allocate(model: nn.Module, device: torch.device | str) -> Engine:
         raise UsageError("only models built on the meta device are given memory; this one has its values.")
     for unit in engine.units:
         for bucket in unit.buckets:
-            old = [Found(e.name, e.shown, e.places) for e in bucket.entries]
+            old = [FoundParameter(e.name, e.shown, e.places) for e in bucket.entries]
             bucket.place_on(device, old)
             bucket.show_sliced()
             for found in old:
