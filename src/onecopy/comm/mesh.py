@@ -78,8 +78,8 @@ class Axis:
         """An axis of this name with this rank alone on it."""
         return Axis(self.name, None, self._staging, self._ledger)
 
-    def make_shelves(self, numbers: Sequence[int]) -> list[Shelf] | None:
-        """A shelf for the CPU slices of each numbered bucket; a collective call.
+    def make_shelves(self, numbers: Sequence[int], uses: Sequence[int]) -> list[Shelf] | None:
+        """A shelf for the CPU slices of each numbered bucket, fetched so often from each version; a collective call.
 
         None where slices are gathered by collectives: on other backends than gloo, and on an axis of one rank.
         """
@@ -87,7 +87,9 @@ class Axis:
             return None
         server = server_of(self._peers)
         presence = presence_of(self._peers, server)
-        shelves = [Shelf(self._peers, number, server, presence) for number in numbers]
+        shelves = [
+            Shelf(self._peers, number, server, presence, often) for number, often in zip(numbers, uses, strict=True)
+        ]
         addresses = self.exchange_objects([shelf.address for shelf in shelves])
         for shelf, found in zip(shelves, zip(*addresses, strict=True), strict=True):
             shelf.connect(found)

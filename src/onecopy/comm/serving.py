@@ -1,8 +1,11 @@
 """Server: a thread that hands out what this rank has laid out (`shelf.py`) to ranks that cannot read its memory.
 
 It blocks in gloo, outside of Python's lock, until a request comes; gloo's own thread then moves the bytes. So a slice
-leaves this rank whatever its main thread is doing.
+leaves this rank whatever its main thread is doing. What every reader is likely to want is offered beforehand, and then
+gloo's thread alone hands it out; what nobody has taken when the slice changes is withdrawn.
 
+    owner    offers posted: slice, version, use ──▶      gloo's thread: the reader is there ──▶ slice
+    reader   receive posted
     reader   receive posted, request ──▶ owner's thread: is that version laid out? ──▶ slice
 """
 
@@ -28,6 +31,14 @@ from onecopy.comm.transport import Peers
 _REQUEST_TAG: Final = (1 << 24) - 8
 _FAREWELL_TAG: Final = _REQUEST_TAG - 1
 _REPLY_TAGS: Final = 1 << 28
+_OFFER_TAGS: Final = 1 << 29
+_OFFERS: Final = 1 << 26
+_STRIDE: Final = 1 << 16
+"""Offers of the next version have other tags. A thousand versions later they begin anew (`_OFFERS`)."""
+
+_USES: Final = 4
+"""Above the number of times that a slice is offered to a rank."""
+
 """Answers' tags begin here, above those of collectives."""
 
 _DTYPES: Final = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
@@ -92,6 +103,28 @@ class Server:
             self._laid.pop(number, None)
             self._closed.add(number)
             self._changed.notify_all()
+
+    def offer(self, number: int, tensor: Tensor, version: int, uses: int) -> list[object]:
+        """Let each peer take ``tensor`` ``uses`` times without asking.
+
+        Returns:
+            What withdraws the offers where it is dropped.
+        """
+        offers: list[object] = []
+        for use in range(uses):
+            for place in self.distant:
+                # A peer that is gone takes nothing.
+                with suppress(RuntimeError):
+                    offers.append(self._group.send([tensor], place, _offer_tag(number, version, use)))
+        return offers
+
+    def take(self, place: int, number: int, into: Tensor, version: int, use: int) -> Work:
+        """Receive in ``into`` what the rank at ``place`` has offered, or will offer."""
+        try:
+            received = self._group.recv([into], place, _offer_tag(number, version, use))
+        except RuntimeError as error:
+            raise PeerUnreachable(self._ranks[place]) from error
+        return _Asked(received, None)
 
     def ask(self, place: int, number: int, into: Tensor, version: int) -> Work:
         """Ask the rank at ``place`` for its slice on shelf ``number``, to be received in ``into``."""
@@ -189,18 +222,22 @@ class Server:
         return found
 
 
+def _offer_tag(number: int, version: int, use: int) -> int:
+    return _OFFER_TAGS + ((version * _STRIDE + number) % _OFFERS) * _USES + use
+
+
 def _wait(received: dist.Work, into: Tensor, seconds: float) -> None:
     """Wait for what comes into ``into``, which is kept as long."""
     received.wait(timedelta(seconds=seconds))
 
 
 class _Asked:
-    """A slice that was asked for. Keeps the request's memory until the answer is there."""
+    """A slice that was asked for or offered. Keeps the request's memory until the answer is there."""
 
     is_served: Final = True
     """A rank at the end of its program still hands it out."""
 
-    def __init__(self, received: dist.Work, request: tuple[object, Tensor]) -> None:
+    def __init__(self, received: dist.Work, request: tuple[object, Tensor] | None) -> None:
         self._received = received
         self._request = request
 

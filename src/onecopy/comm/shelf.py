@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
@@ -61,6 +62,7 @@ class _Board:
         self.tensor: Tensor | None = None
         self._number = number
         self._server = server
+        self._offers: list[object] = []
         sheet, place = divmod(next(_number_of_cards), _CARDS)
         if sheet == len(_sheets):
             _sheets.append((ctypes.c_int64 * (_FIELDS * _CARDS))())
@@ -71,16 +73,18 @@ class _Board:
         """Of the card."""
         return ctypes.addressof(self._sheet) + self._place * _NUMBER
 
-    def lay(self, tensor: Tensor, version: int) -> None:
+    def lay(self, tensor: Tensor, version: int, uses: int) -> None:
         self.tensor = tensor
         self._sheet[self._place + _ADDRESS] = tensor.data_ptr()
         self._sheet[self._place + _NBYTES] = tensor.nbytes
         self._sheet[self._place + _VERSION] = version
         if self._server is not None:
             self._server.lay(self._number, tensor, version)
+            self._offers = self._server.offer(self._number, tensor, version, uses)
 
     def clear(self) -> None:
         self.tensor = None
+        self._offers = []
         if self._server is not None:
             self._server.clear(self._number)
 
@@ -88,6 +92,7 @@ class _Board:
         """Let nobody read it any more."""
         self._sheet[self._place + _VERSION] = _CLOSED
         self.tensor = None
+        self._offers = []
         if self._server is not None:
             self._server.close(self._number)
 
@@ -103,13 +108,17 @@ class Shelf:
         number: of the shelf, the same on every rank.
         server: answers the peers that are no neighbours; None if all are.
         presence: of this rank on the axis.
+        uses: how often each rank is likely to fetch a version, the same on every rank. So often it need not ask.
     """
 
-    def __init__(self, peers: Peers, number: int, server: Server | None, presence: Presence) -> None:
+    def __init__(self, peers: Peers, number: int, server: Server | None, presence: Presence, uses: int) -> None:
         self._peers = peers
         self._number = number
         self._server = server
         self._presence = presence
+        self._uses = uses
+        self._taken: Counter[int] = Counter()
+        self._taken_version = 0
         self._own = _Board(number, server)
         self._addresses: dict[int, int] = {}
         weakref.finalize(self, presence.drop, self._own).atexit = False
@@ -130,7 +139,7 @@ class Shelf:
 
     def lay(self, tensor: Tensor, version: int) -> None:
         """Lay the contiguous ``tensor`` out. It must not change until no rank reads ``version`` any more."""
-        self._own.lay(tensor, version)
+        self._own.lay(tensor, version, self._uses)
 
     def clear(self) -> None:
         """Forget what was laid out, once no rank reads it any more."""
@@ -152,9 +161,20 @@ class Shelf:
             card = self._addresses[place]
             work = _Read(mailbox, card, into, self.laid.dtype, version, self._peers.neighbours.limit)
         else:
-            assert self._server is not None
-            work = self._server.ask(place, self._number, into, version)
+            work = self._receive(place, into, version)
         return Posted(work, self._peers.ranks[place])
+
+    def _receive(self, place: int, into: Tensor, version: int) -> Work:
+        assert self._server is not None
+        assert self.laid is not None
+        if version != self._taken_version:
+            self._taken_version = version
+            self._taken.clear()
+        use = self._taken[place]
+        if use < self._uses and into.dtype == self.laid.dtype:
+            self._taken[place] += 1
+            return self._server.take(place, self._number, into, version, use)
+        return self._server.ask(place, self._number, into, version)
 
 
 class _Read:

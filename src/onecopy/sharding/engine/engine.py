@@ -113,7 +113,7 @@ class Engine:
             self.units.insert(0, root[0])
         self._root = root[0]
         self._reduce_order = [unit for unit in self.units if unit is not self._root][::-1] + root
-        self.versions = Versions(mesh.shard, self._buckets)
+        self.versions = Versions(mesh.shard, self._buckets, 2 if stage.shards_parameters else 1)
         self.versions.lay_out()
         self.rebuild_gradients()
         for unit in self.units:

@@ -23,18 +23,21 @@ class Versions:
     Args:
         axis: the ranks that read each other's slices.
         buckets: all that the model has.
+        uses: how often a step gathers each of them.
 
     Attributes:
         reads_freely: ranks fetch each other's slices; else they gather by collectives, each rank the same ones.
     """
 
-    def __init__(self, axis: Axis, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, axis: Axis, buckets: Sequence[Bucket], uses: int) -> None:
         self._axis = axis
         self._buckets = buckets
         self._number = 1
         self._is_laid_out = False
         self._in_step = False
-        shelves = axis.make_shelves([bucket.tag for bucket in buckets])
+        # What is cast on the way must be asked for, or cast copies would lie about.
+        often = [uses if bucket.dtypes.compute == bucket.dtypes.master else 0 for bucket in buckets]
+        shelves = axis.make_shelves([bucket.tag for bucket in buckets], often)
         self.reads_freely = shelves is not None
         for position, bucket in enumerate(buckets):
             bucket.before_write = self.before_write
