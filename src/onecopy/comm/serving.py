@@ -31,6 +31,8 @@ from onecopy.comm.transport import Peers
 _REQUEST_TAG: Final = (1 << 24) - 8
 _FAREWELL_TAG: Final = _REQUEST_TAG - 1
 _REPLY_TAGS: Final = 1 << 28
+"""Answers' tags begin here, above those of collectives."""
+
 _OFFER_TAGS: Final = 1 << 29
 _OFFERS: Final = 1 << 26
 _STRIDE: Final = 1 << 16
@@ -38,8 +40,6 @@ _STRIDE: Final = 1 << 16
 
 _USES: Final = 4
 """Above the number of times that a slice is offered to a rank."""
-
-"""Answers' tags begin here, above those of collectives."""
 
 _DTYPES: Final = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
 """In which slices may be asked for; a request names one by its place here, which is the same on every rank."""
