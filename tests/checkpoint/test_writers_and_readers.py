@@ -197,3 +197,35 @@ def test_a_checkpoint_that_vanishes_while_it_is_read_is_taken_anew(tmp_path: Pat
         return onecopy.load(tmp_path / "c", _model()).step, calls
 
     assert run_ranks(1, run, group=False)[0] == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["step-9", "../elsewhere", "no such name"])
+def test_a_latest_that_names_no_checkpoint_is_told_and_the_newest_is_taken(name: str, tmp_path: Path) -> None:
+    def run(rank: int) -> tuple[int, list[str]]:
+        model = onecopy.shard(_model(), 1)
+        for step in (1, 2):
+            onecopy.save(tmp_path, model, step=step)
+        (tmp_path / "latest").write_text(name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step = onecopy.load(tmp_path, model).step
+        return step, [str(warning.message) for warning in caught]
+
+    ((step, told),) = run_ranks(1, run)
+    assert step == 2
+    (message,) = [text for text in told if "latest" in text]
+    assert repr(name) in message
+
+
+def test_exported_files_are_as_readable_as_any_that_a_program_makes(tmp_path: Path) -> None:
+    """Oracle: a file that Python makes under the same umask."""
+
+    def run(rank: int) -> set[int]:
+        model = onecopy.shard(_model(), 1)
+        onecopy.save(tmp_path / "run", model, step=1)
+        export(tmp_path / "run", tmp_path / "out")
+        (tmp_path / "plain").touch()
+        return {path.stat().st_mode for path in [tmp_path / "plain", *(tmp_path / "out").glob("*.safetensors")]}
+
+    (modes,) = run_ranks(1, run)
+    assert len(modes) == 1

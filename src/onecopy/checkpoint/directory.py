@@ -14,13 +14,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from onecopy.checkpoint.manifest import LARGEST, MANIFEST, check_sizes, read_manifest, write_synced
 from onecopy.errors import CheckpointError, DamagedCheckpointError
-from onecopy.untrusted import LONGEST_NAME, read_plain
+from onecopy.untrusted import LONGEST_NAME, read_plain, shorten
 
 LATEST: Final = "latest"
 _SAVING: Final = ".saving-"
@@ -43,7 +44,17 @@ def find_checkpoints(directory: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {str(directory)!r}: {error.strerror}") from None
     latest = read_latest(directory)
+    if found and latest is not None and not _is_there(directory, latest) and read_latest(directory) == latest:
+        warnings.warn(
+            f"{str(directory / LATEST)!r} names {shorten(repr(latest))}, which is no checkpoint there: the newest one "
+            f"is taken",
+            stacklevel=2,
+        )
     return sorted(found, key=lambda path: (path.name == latest, _sequence(path), path.name), reverse=True)
+
+
+def _is_there(directory: Path, name: str) -> bool:
+    return _NAME.fullmatch(name) is not None and (directory / name).exists()
 
 
 def check_own(path: Path) -> None:

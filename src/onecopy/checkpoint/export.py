@@ -214,10 +214,14 @@ def _write_file(reader: Reader, file: Path, like: Mapping[str, torch.Tensor]) ->
 
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
     read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()}, Group(None))
+    # The library writes files that their owner alone may read; these are as readable as any other that is made here.
+    file.touch()
+    mode = file.stat().st_mode
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from None
+    file.chmod(mode)
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
