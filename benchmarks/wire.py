@@ -15,6 +15,7 @@ With `--rate` the same steps are also timed on links that carry no more than tha
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
 import statistics
@@ -108,21 +109,31 @@ def _measure_case(rank: int, case: Case, work: Work) -> dict[str, Any]:
     for _ in range(work.warmup):
         trainer.step(next(batches))
     booked = onecopy.ledger(trainer.sharded).total if trainer.sharded is not None else None
-    # Who has passed a barrier has received all it waited for; so all that was sent to it has left.
-    dist.barrier()
-    sent, counted, seconds = [], booked.state_bytes if booked else 0, []
+    counters, counted, seconds = [_count_apart()], booked.state_bytes if booked else 0, []
     for _ in range(work.steps):
-        start, before = perf_counter(), bytes_sent()
+        start = perf_counter()
         trainer.step(next(batches))
-        dist.barrier()
         seconds.append(perf_counter() - start)
-        sent.append(bytes_sent() - before)
+        counters.append(_count_apart())
+    sent = [after - before for before, after in itertools.pairwise(counters)]
     return {
         # On a busy machine TCP takes a late answer for a loss now and then, and sends again.
         "sent": statistics.median(sent),
         "ledger": (booked.state_bytes - counted) / work.steps if booked else None,
         "seconds": seconds,
     }
+
+
+def _count_apart() -> int:
+    """This rank's bytes so far, when no rank is in a step.
+
+    Who has passed a barrier has received all it waited for, so all that was sent to it has left. Who has passed the
+    second one may fetch slices for the next step.
+    """
+    dist.barrier()
+    count = bytes_sent()
+    dist.barrier()
+    return count
 
 
 def _batches(rank: int, case: Case, work: Work) -> Iterator[list[Batch]]:

@@ -185,6 +185,8 @@ def _weigh_rank(rank: int, write: Callable[[str], None], system: System, work: W
     # Who has passed a barrier has received all it waited for; so all that was sent to it has left.
     dist.barrier()
     sent = bytes_sent() if network else 0
+    # And who has passed a second one may fetch slices for the next step.
+    dist.barrier()
     restart_peak()
     steps = 2
     for _ in range(steps):
