@@ -115,7 +115,6 @@ class Shelf:
         self._peers = peers
         self._number = number
         self._server = server
-        self._presence = presence
         self._uses = uses
         self._taken: Counter[int] = Counter()
         self._taken_version = 0

@@ -5,34 +5,19 @@ Each test writes a loop once and runs it on a plain model with the whole batch (
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 import onecopy
 from models import Stack, seeded, vector_batches
-from oracle import Mine, assert_loop_like_twin, assert_same_weights, gathered_weights, part, whole_weights
+from oracle import Mine, assert_same_weights, gathered_weights, part, whole_weights
 from ranks import every_stage, run_ranks
-
-
-def _stack() -> nn.Module:
-    return seeded(Stack)
-
-
-def _check(stage: int, num_ranks: int, loop: Callable[[nn.Module, Mine], Any], **settings: Any) -> None:
-    def run(rank: int) -> None:
-        assert_loop_like_twin(rank, num_ranks, loop, _stack, stage=stage, **settings)
-
-    run_ranks(num_ranks, run)
-
-
-def _sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+from stack_loops import check, sgd
 
 
 @every_stage
@@ -55,7 +40,7 @@ def test_every_way_to_accumulate(way: str, stage: int, num_ranks: int) -> None:
         assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
     accumulate = {"accumulate": 3, "reduce_gradients": 5}.get(way, 1)
-    _check(stage, num_ranks, loop, accumulate=accumulate)
+    check(stage, num_ranks, loop, accumulate=accumulate)
 
 
 @every_stage
@@ -73,7 +58,7 @@ def test_zero_grad_both_ways(set_to_none: bool, stage: int, num_ranks: int) -> N
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @every_stage
@@ -82,7 +67,7 @@ def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, nu
     """A bad micro-batch is thrown away under no_sync; the twin throws it away too."""
 
     def loop(model: nn.Module, mine: Mine) -> None:
-        optimizer = _sgd(model)
+        optimizer = sgd(model)
         bad, *good = vector_batches(3)
         with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
             model(*mine(bad)).backward()
@@ -91,7 +76,7 @@ def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, nu
         model(*mine(good[1])).backward()
         optimizer.step()
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @every_stage
@@ -110,7 +95,7 @@ def test_step_on_zero_gradients_counts_as_in_one_process(stage: int, num_ranks: 
             optimizer.step()
         assert {int(state["step"]) for state in optimizer.state.values()} == {4}
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -120,7 +105,7 @@ def test_step_without_gradients_does_nothing(stage: int) -> None:
         optimizer.step()
         assert not optimizer.state
 
-    _check(stage, 2, loop)
+    check(stage, 2, loop)
 
 
 class _Broken(torch.autograd.Function):
@@ -156,7 +141,7 @@ def test_going_on_after_an_error_in_the_middle(where: str, accumulate: int, stag
 
     def run(rank: int) -> None:
         twin, model = seeded(Fragile), onecopy.shard(seeded(Fragile), stage, accumulate=accumulate)
-        expected, optimizer = _sgd(twin), _sgd(model)
+        expected, optimizer = sgd(twin), sgd(model)
         batches = vector_batches(6)
         for start in range(0, 6, accumulate):
             for batch in batches[start : start + accumulate]:
@@ -188,7 +173,7 @@ def test_a_step_is_begun_anew_after_an_error_in_its_last_micro_batch(
     def run(rank: int) -> None:
         batches = [part(batch, rank, num_ranks) for batch in vector_batches(4)]
         plain, model = (onecopy.shard(seeded(Fragile), stage, accumulate=2, precision=precision) for _ in range(2))
-        optimizers = [_sgd(plain), _sgd(model)]
+        optimizers = [sgd(plain), sgd(model)]
         for step in range(2):
             model(*batches[0]).backward()
             model.fails = where

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
+from torch.optim import AdamW, Optimizer, lr_scheduler
 
 import onecopy
-from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from models import TinyGPT, seeded, token_batches, vector_batches
 from oracle import (
     OPTIMIZERS,
     Mine,
-    assert_loop_like_twin,
     assert_same_weights,
     assert_trains_like_twin,
     gathered_weights,
@@ -28,22 +27,7 @@ from oracle import (
     whole_weights,
 )
 from ranks import every_stage, run_ranks
-
-
-def _stack() -> nn.Module:
-    return seeded(Stack)
-
-
-def _check(stage: int, num_ranks: int, loop: Callable[[nn.Module, Mine], Any], **settings: Any) -> None:
-    def run(rank: int) -> None:
-        assert_loop_like_twin(rank, num_ranks, loop, _stack, stage=stage, **settings)
-
-    run_ranks(num_ranks, run)
-
-
-def _sgd(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.05, momentum=0.9)
-
+from stack_loops import check, sgd, stack
 
 # --- clipping
 
@@ -53,7 +37,7 @@ def _sgd(model: nn.Module) -> Optimizer:
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_clip_grad_norm_of_any_order(norm_type: float, foreach: bool | None, stage: int, num_ranks: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> list[float]:
-        optimizer, norms = _sgd(model), []
+        optimizer, norms = sgd(model), []
         for batch in vector_batches(2):
             model(*mine(batch)).backward()
             norm = clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type, foreach=foreach)
@@ -63,7 +47,7 @@ def test_clip_grad_norm_of_any_order(norm_type: float, foreach: bool | None, sta
             optimizer.zero_grad()
         return norms
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -71,9 +55,9 @@ def test_clip_grad_value(stage: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> None:
         model(*mine(vector_batches(1)[0])).backward()
         clip_grad_value_(model.parameters(), 0.01)
-        _sgd(model).step()
+        sgd(model).step()
 
-    _check(stage, 2, loop)
+    check(stage, 2, loop)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -81,7 +65,7 @@ def test_error_if_nonfinite_is_raised_on_every_rank(stage: int) -> None:
     """Only rank 1's data is bad."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         x, y = part(vector_batches(1)[0], rank, 2)
         model(x * (float("inf") if rank else 1), y).backward()
         with pytest.raises(RuntimeError, match="non-finite"):
@@ -96,20 +80,20 @@ def test_error_if_nonfinite_is_raised_on_every_rank(stage: int) -> None:
 @every_stage
 def test_several_forwards_before_one_backward(stage: int, num_ranks: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> None:
-        optimizer = _sgd(model)
+        optimizer = sgd(model)
         for a, b, c in zip(*[iter(vector_batches(6))] * 3, strict=True):
             loss = model(*mine(a)) + 0.5 * model(*mine(b)) - 0.1 * model(*mine(c))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @every_stage
 def test_two_forwards_then_two_backwards(stage: int, num_ranks: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> None:
-        optimizer = _sgd(model)
+        optimizer = sgd(model)
         for a, b in zip(*[iter(vector_batches(4))] * 2, strict=True):
             first, second = model(*mine(a)), model(*mine(b))
             first.backward()
@@ -117,7 +101,7 @@ def test_two_forwards_then_two_backwards(stage: int, num_ranks: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @every_stage
@@ -126,9 +110,9 @@ def test_two_backwards_through_one_graph(stage: int, num_ranks: int) -> None:
         loss = model(*mine(vector_batches(1)[0]))
         loss.backward(retain_graph=True)
         (2 * loss).backward()
-        _sgd(model).step()
+        sgd(model).step()
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @every_stage
@@ -138,7 +122,7 @@ def test_evaluation_in_the_middle_of_training(mode: Any, first: bool, stage: int
     """It must see the latest weights, and leave training as it was."""
 
     def loop(model: nn.Module, mine: Mine) -> list[float]:
-        optimizer, values = _sgd(model), []
+        optimizer, values = sgd(model), []
         held_out, *batches = vector_batches(4)
 
         def evaluate() -> None:
@@ -159,7 +143,7 @@ def test_evaluation_in_the_middle_of_training(mode: Any, first: bool, stage: int
         evaluate()
         return values
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @every_stage
@@ -167,11 +151,11 @@ def test_gradients_of_inputs(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         x, y = vector_batches(1)[0]
         whole = x.clone().requires_grad_()
-        _stack()(whole, y).backward()
+        stack()(whole, y).backward()
         assert whole.grad is not None
         own_x, own_y = part((x, y), rank, num_ranks)
         own = own_x.clone().requires_grad_()
-        onecopy.shard(_stack(), stage)(own, own_y).backward()
+        onecopy.shard(stack(), stage)(own, own_y).backward()
         torch.testing.assert_close(own.grad, part((whole.grad,), rank, num_ranks)[0] * num_ranks)
 
     run_ranks(num_ranks, run)
@@ -203,7 +187,7 @@ def _groups_by_name(model: nn.Module) -> list[dict[str, Any]]:
 def test_parameter_groups(groups: Callable[[nn.Module], list[dict[str, Any]]], stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         # The optimizer sees parameters alone, so the groups are built by looking at the model from outside.
-        twin, model = _stack(), onecopy.shard(_stack(), stage)
+        twin, model = stack(), onecopy.shard(stack(), stage)
         for other, mine in ((twin, lambda b: b), (model, lambda b: part(b, rank, num_ranks))):
             train(other, AdamW(groups(other), lr=1e-2), [mine(batch) for batch in vector_batches(3)])
         assert_same_weights(gathered_weights(model), whole_weights(twin))
@@ -226,7 +210,7 @@ def test_parameter_groups(groups: Callable[[nn.Module], list[dict[str, Any]]], s
 @pytest.mark.parametrize("stage", [1, 3])
 def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: int) -> None:
     def loop(model: nn.Module, mine: Mine) -> list[float]:
-        optimizer, rates = _sgd(model), []
+        optimizer, rates = sgd(model), []
         scheduler = schedule(optimizer)
         for batch in vector_batches(5):
             model(*mine(batch)).backward()
@@ -236,7 +220,7 @@ def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: i
             rates.append(scheduler.get_last_lr()[0])
         return rates
 
-    _check(stage, 2, loop)
+    check(stage, 2, loop)
 
 
 # --- when the optimizer is made
@@ -256,7 +240,7 @@ def test_it_does_not_matter_when_the_optimizer_is_made(when: str, stage: int, nu
             optimizer.step()
             optimizer.zero_grad()
 
-    _check(stage, num_ranks, loop)
+    check(stage, num_ranks, loop)
 
 
 @every_stage
@@ -264,7 +248,7 @@ def test_parameters_seen_before_a_forward_are_those_after_it(stage: int, num_ran
     """The optimizer holds them: they must be the same objects, at every moment outside of computation."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         before: Iterable[Any] = list(model.parameters())
         loss = model(*part(vector_batches(1)[0], rank, num_ranks))
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))

@@ -113,14 +113,15 @@ def _before_load(
     if device is None:
         return
     root = whole_model_of(module)
-    has = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in given}
+    own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    has = {id(tensor) for name, tensor in own if name in given}
     if without := [name for name, p in root.named_parameters() if id(p) not in has]:
         raise UsageError(
             f"parameter {without[0]!r} of the meta model is not in the state dict and would have no values: give "
             f"load_state_dict(assign=True) all of the model's parameters at once, or call "
             f"onecopy.materialize(model) first, which initialises it."
         )
-    missing = [name for name, buffer in root.named_buffers() if buffer.is_meta and name not in given]
+    missing = [name for name, buffer in root.named_buffers() if buffer.is_meta and id(buffer) not in has]
     if missing:
         raise UsageError(
             f"buffer {missing[0]!r} of the meta model is not in the state dict and would have no values: call "
