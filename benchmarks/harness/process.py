@@ -19,8 +19,14 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Have malloc map every larger block by itself, so that the resident set falls when a tensor is freed."""
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 65536)
+    """Have malloc map every larger block by itself, so that the resident set falls when a tensor is freed.
+
+    What malloc holds free already goes back to the system: a forked rank inherits its launcher's free blocks, malloc
+    hands those out before it maps new ones, and a tensor in such a block would not be seen to arrive.
+    """
+    malloc = ctypes.CDLL(None)
+    malloc.mallopt(_MMAP_THRESHOLD, 65536)
+    malloc.malloc_trim(0)
 
 
 def status_bytes(name: str) -> int:

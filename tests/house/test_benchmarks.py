@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pickle
 import shlex
 import shutil
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +56,32 @@ def _contest() -> Contest:
     return Contest(WORK, 10, 10, timed, weighed, {"DeepSpeed stage 1": "deepspeed is not installed"})
 
 
+_HOLD = """
+import pickle, sys
+from harness import systems
+from harness.contest import hold
+work, names = pickle.load(sys.stdin.buffer)
+contest = hold(work, {name: systems.SYSTEMS[name] for name in names}, weigh=True, network=False, limit=60.0)
+pickle.dump(contest, sys.stdout.buffer)
+"""
+
+
+def _hold_in_a_fresh_process(work: Work, names: list[str]) -> Contest:
+    """A contest whose ranks are not forked from pytest: they would find memory that earlier tests have freed."""
+    environment = os.environ | {"PYTHONPATH": str(Path(compare.__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", _HOLD],
+        input=pickle.dumps((work, names)),
+        capture_output=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    contest = pickle.loads(done.stdout)
+    assert isinstance(contest, Contest)
+    return contest
+
+
 def test_ratios_are_taken_step_by_step_and_held_against_the_target() -> None:
     assert _contest().ratio("onecopy stage 1", "DDP") == (0.5, 0.5, 0.5)
     text = compare.report(_contest())
@@ -87,8 +117,7 @@ def test_a_contest_of_two_ranks_finds_equal_losses_and_the_meters_states() -> No
 
     The floor comes first and is nobody's yardstick: it has the others' loss until its first update, and no memory.
     """
-    chosen = {name: systems.SYSTEMS[name] for name in (systems.FLOOR, "DDP", "onecopy stage 3")}
-    contest = hold(WORK, chosen, weigh=True, network=False, limit=60.0)
+    contest = _hold_in_a_fresh_process(WORK, [systems.FLOOR, "DDP", "onecopy stage 3"])
     assert contest.left_out == {}
     assert set(contest.timed) == set(contest.agreeing) == set(contest.weighed) == {"DDP", "onecopy stage 3"}
     assert contest.floor is not None
