@@ -9,21 +9,21 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from models import Stack, seeded
+from one_fork import On
 from oracle import Mine, assert_loop_like_twin
-from ranks import run_ranks
 
 
 def stack() -> nn.Module:
     return seeded(Stack)
 
 
-def check(stage: int, num_ranks: int, loop: Callable[[nn.Module, Mine], Any], **settings: Any) -> None:
-    """Hold ``loop`` on sharded ranks against itself on one process; ``settings`` are `onecopy.shard`'s."""
+def check(stage: int, num_ranks: int, loop: Callable[[nn.Module, Mine], Any], **settings: Any) -> On:
+    """Holds ``loop`` on sharded ranks against itself on one process; ``settings`` are `onecopy.shard`'s."""
 
     def run(rank: int) -> None:
         assert_loop_like_twin(rank, num_ranks, loop, stack, stage=stage, **settings)
 
-    run_ranks(num_ranks, run)
+    return On(num_ranks, run)
 
 
 def sgd(model: nn.Module) -> Optimizer:

@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import onecopy
 from models import seeded
+from one_fork import Forked, On, one_fork
 from oracle import OPTIMIZERS, Batch, Run, assert_same_weights, gathered_weights, part, train, whole_weights
 from ranks import run_ranks
 
@@ -151,7 +152,8 @@ def test_losses_and_norms_are_those_of_ddp_and_fully_shard_rank_by_rank(name: st
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_own_gradient_checkpointing(name: str, stage: int, reentrant: bool) -> None:
+@one_fork
+def test_transformers_own_gradient_checkpointing(name: str, stage: int, reentrant: bool) -> Forked:
     """Against the twin that keeps its activations."""
 
     def run(rank: int) -> Run:
@@ -171,13 +173,14 @@ def test_transformers_own_gradient_checkpointing(name: str, stage: int, reentran
         return found
 
     twin, _ = _all(name, 2, "sgd")
-    for found in run_ranks(2, run):
+    for found in (yield On(2, run)):
         assert_same_weights(found.weights, twin.weights)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_generate_inside_gathered(name: str, stage: int) -> None:
+@one_fork
+def test_generate_inside_gathered(name: str, stage: int) -> Forked:
     """Ranks generate different lengths from different prompts, as the plain model does."""
 
     def run(rank: int) -> None:
@@ -188,11 +191,12 @@ def test_generate_inside_gathered(name: str, stage: int) -> None:
             found = model.generate(prompt, **settings)
         assert torch.equal(found, plain.generate(prompt, **settings))
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_units_are_the_decoder_layers(name: str) -> None:
+@one_fork
+def test_units_are_the_decoder_layers(name: str) -> Forked:
     """Found without being told; and a large embedding or head by itself."""
 
     def run(rank: int) -> set[str]:
@@ -201,13 +205,14 @@ def test_units_are_the_decoder_layers(name: str) -> None:
         return {entry.unit for entry in onecopy.ledger(model).current.entries if entry.op == "reduce_scatter"}
 
     layers = {"llama": {"model.layers.0", "model.layers.1"}, "gpt2": {"transformer.h.0", "transformer.h.1"}}[name]
-    for units in run_ranks(2, run):
+    for units in (yield On(2, run)):
         assert layers <= units
         assert all("." not in unit.removeprefix("model.").removeprefix("transformer.") for unit in units - layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_built_on_meta_and_initialised_by_transformers(name: str) -> None:
+@one_fork
+def test_built_on_meta_and_initialised_by_transformers(name: str) -> Forked:
     """Slices get the values that one process would draw; the callback is transformers' own."""
 
     def run(rank: int) -> None:
@@ -230,4 +235,4 @@ def test_built_on_meta_and_initialised_by_transformers(name: str) -> None:
         assert loss.item() == pytest.approx(torch.log(torch.tensor(float(VOCAB))).item(), rel=0.02)
         loss.backward()
 
-    run_ranks(2, run)
+    yield On(2, run)
