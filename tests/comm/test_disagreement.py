@@ -6,6 +6,7 @@ The oracle is the issue's list: which ranks, which collective, which unit, which
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -95,9 +96,29 @@ def test_ranks_given_different_things_are_told_the_first_difference(
     assert all(word in messages[0] for word in words), messages[0]
 
 
+class _Told:
+    """How many ranks have been told, for the rank that they wait for: it stays until all others have, and is not dead.
+
+    Made before the fork, so that all ranks see one.
+    """
+
+    def __init__(self) -> None:
+        self._told = mmap.mmap(-1, 8)
+
+    def tell(self, rank: int) -> None:
+        self._told[rank] = 1
+
+    def wait(self, count: int) -> None:
+        deadline = time.monotonic() + 20
+        while sum(self._told[:]) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_rank_that_runs_fewer_backwards_is_named_by_the_others(stage: int) -> None:
     """A time-out, not a hang: the others name the collective, its unit and the rank that is missing, and all end."""
+    told = _Told()
 
     def run(rank: int) -> str:
         model = onecopy.shard(_stack(), stage)
@@ -105,14 +126,15 @@ def test_a_rank_that_runs_fewer_backwards_is_named_by_the_others(stage: int) -> 
         _step(model, rank, 3, optimizer)
         loss = model(*part(vector_batches(1)[0], rank, 3))
         if rank == 2:
-            time.sleep(2.5)
+            told.wait(2)
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             loss.backward()
+        told.tell(rank)
         return str(caught.value)
 
     start = time.monotonic()
-    first, second, _ = run_ranks(3, run, group_timeout=1.0)
+    first, second, _ = run_ranks(3, run, group_timeout=0.8)
     assert time.monotonic() - start < 20
     for message in (first, second):
         assert "all_reduce" in message if stage == 0 else "reduce_scatter" in message or "all_gather" in message
@@ -122,17 +144,20 @@ def test_a_rank_that_runs_fewer_backwards_is_named_by_the_others(stage: int) -> 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_runs_fewer_forwards_is_named_by_the_others(stage: int) -> None:
+    told = _Told()
+
     def run(rank: int) -> str:
         model = onecopy.shard(_stack(), stage)
         _step(model, rank, 2)
         if rank == 1:
-            time.sleep(2.5)
+            told.wait(1)
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             model(*part(vector_batches(1)[0], rank, 2)).backward()
+        told.tell(rank)
         return str(caught.value)
 
-    message, _ = run_ranks(2, run, group_timeout=1.0)
+    message, _ = run_ranks(2, run, group_timeout=0.8)
     assert "reduce_scatter" in message
     assert "rank 1" in message
 
