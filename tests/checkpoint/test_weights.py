@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
     BertModel,
-    GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
@@ -30,6 +29,7 @@ from transformers import (
 )
 
 import onecopy
+from hub_models import gpt2, llama
 from one_fork import Forked, On, one_fork
 from onecopy.errors import CheckpointError, SettingsError
 from oracle import assert_same_weights, gathered_weights, whole_weights
@@ -38,15 +38,12 @@ from ranks import run_ranks
 
 def small_gpt(tied: bool = True) -> nn.Module:
     torch.manual_seed(1)
-    sizes: Any = {"n_layer": 2, "n_embd": 24, "n_head": 2, "n_positions": 16, "vocab_size": 37}
-    return GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None))
+    return gpt2(37, positions=16, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=None)
 
 
 def small_llama() -> nn.Module:
     torch.manual_seed(2)
-    sizes: Any = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 31}
-    heads: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=None))
+    return llama(31, hidden=16, inner=24, bos_token_id=None, eos_token_id=None)
 
 
 # --- out

@@ -34,11 +34,7 @@ from oracle import (
     whole_weights,
 )
 from ranks import every_stage
-
-
-def _stack() -> nn.Module:
-    return seeded(Stack)
-
+from stack_loops import stack
 
 # --- GradScaler
 
@@ -62,7 +58,7 @@ def test_grad_scaler_trains_like_twin(optimizer: str, stage: int, num_ranks: int
         assert scaler.get_scale() == 4096.0
         return norms
 
-    yield On(num_ranks, lambda rank: assert_loop_like_twin(rank, num_ranks, loop, _stack, stage=stage) and None)
+    yield On(num_ranks, lambda rank: assert_loop_like_twin(rank, num_ranks, loop, stack, stage=stage) and None)
 
 
 @every_stage
@@ -90,7 +86,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(
         return float(scaler.get_scale())
 
     def run(rank: int) -> None:
-        twin, model = _stack(), onecopy.shard(_stack(), stage)
+        twin, model = stack(), onecopy.shard(stack(), stage)
         train_some(twin, lambda batch: batch, None)
         assert train_some(model, lambda batch: part(batch, rank, num_ranks), rank) == 512.0
         assert_same_weights(gathered_weights(model), whole_weights(twin))
@@ -185,7 +181,7 @@ def test_autocast_around_the_call_sees_new_weights_in_every_step(stage: int) -> 
 
     def run(rank: int) -> None:
         # bf16 activations: 2^-8 of the loss; a stale weight would leave it where it was.
-        assert_loop_like_twin(rank, 2, loop, _stack, stage=stage, rtol=2**-8, atol=2e-2)
+        assert_loop_like_twin(rank, 2, loop, stack, stage=stage, rtol=2**-8, atol=2e-2)
 
     yield On(2, run)
 
@@ -213,7 +209,7 @@ def test_64_micro_batches_are_summed_in_fp32_unless_told_otherwise(
     batches = [_spread(index) for index in range(64)]
 
     def gradients(rank: int) -> Tensor:
-        model = _stack().bfloat16()
+        model = stack().bfloat16()
         total = torch.zeros(30, dtype=torch.float64)
         for x, y in batches:
             model.zero_grad()
@@ -224,7 +220,7 @@ def test_64_micro_batches_are_summed_in_fp32_unless_told_otherwise(
     def run(rank: int) -> float:
         expected = (gradients(0) + gradients(1)) / 2
         precision = None if accumulate is None else onecopy.Precision(accumulate=accumulate)
-        model = onecopy.shard(_stack().bfloat16(), stage, accumulate=64, precision=precision)
+        model = onecopy.shard(stack().bfloat16(), stage, accumulate=64, precision=precision)
         for x, y in batches:
             (model(x.bfloat16() + rank, y.bfloat16()) / 64).backward()
         # The step adds the gradient to weights of zero, so that the weight is the gradient and nothing is lost.
@@ -267,14 +263,14 @@ def test_reduce_dtype_is_what_travels(wire: torch.dtype, stage: int) -> Forked:
 
     def run(rank: int) -> tuple[int, int, int]:
         precision = onecopy.Precision(compute=torch.bfloat16, reduce=wire, master=torch.float32)
-        model = onecopy.shard(_stack(), stage, precision=precision)
+        model = onecopy.shard(stack(), stage, precision=precision)
         optimizer = SGD(model.parameters(), lr=0.1)
         train(model, optimizer, [part(batch, rank, 3) for batch in vector_batches(3)])
         sent = onecopy.ledger(model).last_step
         assert sent is not None
         return sent.bytes_sent("all_gather"), sent.bytes_sent("reduce_scatter"), sent.bytes_sent("all_reduce")
 
-    model = (yield On(3, lambda rank: onecopy.padded_numel(onecopy.shard(_stack(), stage))))[0]
+    model = (yield On(3, lambda rank: onecopy.padded_numel(onecopy.shard(stack(), stage))))[0]
     for gathered, scattered, reduced in (yield On(3, run)):
         share = model * 2 // 3
         assert gathered == {0: 0, 1: 2, 2: 2, 3: 4}[stage] * share
@@ -286,7 +282,7 @@ def test_reduce_dtype_is_what_travels(wire: torch.dtype, stage: int) -> Forked:
 @one_fork
 def test_optimizer_states_and_gradients_are_fp32_under_bf16_compute(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage, precision="bf16")
+        model = onecopy.shard(stack(), stage, precision="bf16")
         optimizer = AdamW(model.parameters(), lr=1e-3)
         model(*part(vector_batches(1)[0], rank, 2)).backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -306,7 +302,7 @@ def test_inputs_of_half_precision_models_are_cast(make: Callable[[nn.Module], nn
 
     def run(rank: int) -> torch.dtype:
         seen: list[torch.dtype] = []
-        model = make(_stack())
+        model = make(stack())
         model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
         onecopy.shard(model, 3, precision="bf16")
         model(*part(vector_batches(1)[0], rank, 2)).backward()

@@ -5,6 +5,8 @@ The oracle is the whole-batch twin of `oracle.py`. Each test runs every stage on
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from oracle import (
     train,
     train_in_rank_order,
 )
-from ranks import everywhere, run_ranks
+from ranks import everywhere
 
 
 def _images(count: int) -> list[tuple[Tensor, ...]]:
@@ -239,19 +241,17 @@ def test_ranks_that_built_other_values_take_the_first_ranks() -> Forked:
 
 
 @everywhere
-def test_small_blocks_and_adapters_left_to_the_root_train_like_twin(
-    stage: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(discover, "SMALL_BYTES", 2**18)
-
+@one_fork
+def test_small_blocks_and_adapters_left_to_the_root_train_like_twin(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> list[list[str]]:
         units = []
-        for kind in (Stack, Reused):
-            batches = vector_batches(2)
-            model = assert_trains_like_twin(rank, num_ranks, lambda kind=kind: seeded(kind), batches, stage=stage)
-            engine = find_engine(model)
-            assert engine is not None
-            units.append([unit.name for unit in engine.units if unit.buckets])
+        with mock.patch.object(discover, "SMALL_BYTES", 2**18):
+            for kind in (Stack, Reused):
+                batches = vector_batches(2)
+                model = assert_trains_like_twin(rank, num_ranks, lambda kind=kind: seeded(kind), batches, stage=stage)
+                engine = find_engine(model)
+                assert engine is not None
+                units.append([unit.name for unit in engine.units if unit.buckets])
         return units
 
-    assert run_ranks(num_ranks, run) == [[[""], [""]]] * num_ranks
+    assert (yield On(num_ranks, run)) == [[[""], [""]]] * num_ranks

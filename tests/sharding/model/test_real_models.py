@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import onecopy
+from hub_models import gpt2, llama
 from models import seeded
 from one_fork import Forked, On, one_fork
 from oracle import OPTIMIZERS, Batch, Run, assert_same_weights, gathered_weights, part, train, whole_weights
@@ -25,38 +25,9 @@ from ranks import run_ranks
 VOCAB, LENGTH, STEPS = 61, 9, 4
 
 
-def _llama() -> nn.Module:
-    """Grouped-query attention, rotary positions, SwiGLU; an untied head."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _gpt2() -> nn.Module:
-    """Learned positions, transposed Conv1D weights, a tied head, and the key bias that blows up Adam's noise."""
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=32,
-        n_embd=24,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return GPT2LMHeadModel(config)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
-    "llama": (_llama, lambda model: model.model.layers),
-    "gpt2": (_gpt2, lambda model: model.transformer.h),
+    "llama": (lambda: llama(VOCAB), lambda model: model.model.layers),
+    "gpt2": (lambda: gpt2(VOCAB), lambda model: model.transformer.h),
 }
 
 

@@ -34,22 +34,13 @@ from oracle import (
     assert_trains_like_twin,
     gathered_weights,
     part,
-    train,
     train_twin,
     whole_weights,
 )
 from ranks import everywhere, run_ranks
+from stack_loops import stack, step
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-
-
-def _stack() -> Stack:
-    return seeded(Stack)  # type: ignore[no-any-return]
-
-
-def _step(model: nn.Module, rank: int, num_ranks: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, [part(vector_batches(1)[0], rank, num_ranks)])
 
 
 # --- settings
@@ -83,7 +74,7 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: li
     """A ValueError before any work starts; the model is left as it was."""
 
     def run(rank: int) -> str:
-        model = _stack()
+        model = stack()
         before = list(model.parameters())
         with pytest.raises(SettingsError) as caught:
             onecopy.shard(model, **settings)
@@ -100,7 +91,7 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: li
 def test_an_unknown_setting_is_refused() -> Forked:
     def run(rank: int) -> None:
         with pytest.raises(TypeError, match="shard_everything"):
-            onecopy.shard(_stack(), 2, shard_everything=True)  # type: ignore[call-arg]
+            onecopy.shard(stack(), 2, shard_everything=True)  # type: ignore[call-arg]
 
     yield On(1, run, group=False)
 
@@ -118,7 +109,7 @@ def test_a_mesh_with_other_axes_is_refused(names: tuple[str, ...] | None) -> For
         shape = (2,) if names and len(names) == 1 else (1, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         with pytest.raises(SettingsError, match=r"shard.*replicate"):
-            onecopy.shard(_stack(), 2, mesh=mesh)
+            onecopy.shard(stack(), 2, mesh=mesh)
 
     yield On(2, run)
 
@@ -130,9 +121,9 @@ def test_a_mesh_named_as_others_do_is_understood(names: tuple[str, ...] | None) 
 
     def run(rank: int) -> None:
         shape = (1, 2) if names and len(names) == 2 else (2,)
-        model = onecopy.shard(_stack(), 2, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+        model = onecopy.shard(stack(), 2, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
         found = onecopy.ledger(model)
-        _step(model, rank, 2)
+        step(model, rank, 2)
         axis = "replicate" if names == ("dp_replicate",) else "shard"
         assert found.total.bytes_sent("reduce_scatter", axis="shard") + found.total.bytes_sent("all_reduce") > 0
         assert {entry.axis for entry in found.total.entries if entry.bytes_sent} == {axis}
@@ -157,7 +148,7 @@ def test_a_model_without_parameters_is_refused() -> Forked:
 @one_fork
 def test_sharding_twice_is_refused(which: str, stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         again: nn.Module = {
             "the model": model,
             "a block": model.blocks[0],
@@ -165,7 +156,7 @@ def test_sharding_twice_is_refused(which: str, stage: int) -> Forked:
         }[which]
         with pytest.raises(UsageError, match="sharded already"):
             onecopy.shard(again, stage)
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -175,10 +166,10 @@ def test_sharding_twice_is_refused(which: str, stage: int) -> Forked:
 @one_fork
 def test_deep_copying_a_sharded_model_is_refused(which: str, stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(UsageError, match=r"deep-copied.*model\.state_dict"):
             copy.deepcopy(model if which == "the model" else model.blocks[0])
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -188,13 +179,13 @@ def test_deep_copying_a_gathered_model_is_refused_and_its_state_dict_is_not() ->
     """torch's AveragedModel copies; what it would copy here are the engine and its process groups."""
 
     def run(rank: int) -> None:
-        model, other = onecopy.shard(_stack(), 3), Stack()
+        model, other = onecopy.shard(stack(), 3), Stack()
         with onecopy.gathered(model):
             with pytest.raises(UsageError, match=r"neither deep-copied nor pickled.*state_dict"):
                 copy.deepcopy(model)
             other.load_state_dict(copy.deepcopy(model.state_dict()))
-        assert_same_weights(whole_weights(other), whole_weights(_stack()))
-        _step(model, rank, 2)
+        assert_same_weights(whole_weights(other), whole_weights(stack()))
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -217,11 +208,11 @@ def test_converting_a_sharded_model_is_refused(conversion: str, stage: int) -> F
     """And leaves it as it was: the next step trains."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(UsageError, match=r"before onecopy\.shard"):
             CONVERSIONS[conversion](model)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -230,11 +221,11 @@ def test_converting_a_sharded_model_is_refused(conversion: str, stage: int) -> F
 @one_fork
 def test_conversions_that_change_nothing_are_allowed(conversion: str) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), 3)
+        model = onecopy.shard(stack(), 3)
         before = list(model.parameters())
         {"float": model.float, "cpu": model.cpu, "to(float32)": lambda: model.to(torch.float32)}[conversion]()
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -243,12 +234,12 @@ def test_conversions_that_change_nothing_are_allowed(conversion: str) -> Forked:
 @one_fork
 def test_a_parameter_unfrozen_after_sharding_is_named(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = _stack()
+        model = stack()
         model.blocks[1].requires_grad_(False)
         onecopy.shard(model, stage)
         model.blocks[1].requires_grad_(True)
         with pytest.raises(UsageError, match=r"requires_grad.*blocks\.1\.0\.weight"):
-            _step(model, rank, 2)
+            step(model, rank, 2)
         with torch.no_grad():
             model(*part(vector_batches(1)[0], rank, 2))
 
@@ -288,17 +279,17 @@ def test_a_parameter_that_comes_after_sharding_is_named_where_it_comes(
     """Nobody would average its gradients: ranks would drift apart. Before and after a forward, and inside gathered."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         before = {name: id(p) for name, p in model.named_parameters()}
         with pytest.raises((UsageError, RuntimeError), match=words):
             change(model)
-        _step(model, rank, 2)
+        step(model, rank, 2)
         with pytest.raises((UsageError, RuntimeError), match=words):
             change(model)
         with onecopy.gathered(model, write=True), pytest.raises((UsageError, RuntimeError), match=words):
             change(model)
         assert {name: id(p) for name, p in model.named_parameters()} == before
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -312,10 +303,10 @@ def test_a_state_that_is_assigned_is_copied_into_the_slices(device: str, stage: 
     def run(rank: int) -> None:
         with torch.device(device):
             model = onecopy.shard(Stack(), stage)
-        model.load_state_dict(_stack().state_dict(), assign=True)
+        model.load_state_dict(stack().state_dict(), assign=True)
         assert all(isinstance(parameter, onecopy.SlicedTensor) for parameter in model.parameters())
-        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
-        _step(model, rank, 2)
+        assert_same_weights(gathered_weights(model), whole_weights(stack()), atol=0)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -326,15 +317,15 @@ def test_modules_without_new_parameters_may_come_after_sharding(stage: int) -> F
     """A wrapper, another activation, and the module itself once more; other models are nobody's concern."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         model.blocks[0][1] = nn.GELU()
         model.blocks[1] = torch.nn.Sequential(model.blocks[1])
         model.head = model.head
         model.head.weight = model.head.weight
-        other = _stack()
+        other = stack()
         other.head = nn.Linear(10, 3)
         other.head.weight = nn.Parameter(torch.zeros(3, 10))
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -363,7 +354,7 @@ def test_a_model_on_meta_says_what_gives_it_values(stage: int) -> Forked:
         with torch.device("meta"):
             model = onecopy.shard(Stack(), stage)
         ways: list[Callable[[], Any]] = [
-            lambda: _step(model, rank, 2),
+            lambda: step(model, rank, 2),
             lambda: model.blocks[0](torch.zeros(1, 10)),
             lambda: onecopy.gathered(model).__enter__(),
             lambda: onecopy.gathered(model.blocks[0]).__enter__(),
@@ -375,7 +366,7 @@ def test_a_model_on_meta_says_what_gives_it_values(stage: int) -> Forked:
             with pytest.raises((UsageError, RuntimeError), match=r"onecopy\.materialize"):
                 way()
         onecopy.materialize(model)
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -384,7 +375,7 @@ def test_a_model_on_meta_says_what_gives_it_values(stage: int) -> Forked:
 @one_fork
 def test_a_gradient_assigned_whole_is_named(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         optimizer = SGD(model.parameters(), lr=0.5)
         before = gathered_weights(model)
         for parameter in model.parameters():
@@ -405,7 +396,7 @@ def test_what_asks_for_the_model_as_code_or_memory_is_refused_in_one_sentence(tm
     """At the place where it happens; the model goes on."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), 3)
+        model = onecopy.shard(stack(), 3)
         for act, match in {
             lambda: model.head.weight.detach().numpy(): r"'head\.weight'.*onecopy\.gathered",
             lambda: model.head.weight.tolist(): r"'head\.weight'.*onecopy\.gathered",
@@ -418,7 +409,7 @@ def test_what_asks_for_the_model_as_code_or_memory_is_refused_in_one_sentence(tm
         }.items():
             with pytest.raises(UsageError, match=match):
                 act()
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -439,7 +430,7 @@ def test_parameters_that_are_replaced_inside_gathered_are_not_dropped_in_silence
             model.head.weight.data = torch.zeros(5, 10)
 
         for replace in (new_module, new_parameter, new_data):
-            model = onecopy.shard(_stack(), 3)
+            model = onecopy.shard(stack(), 3)
             with (
                 pytest.raises(UsageError, match=r"'head\.weight'.*resize_token_embeddings.*before onecopy\.shard"),
                 onecopy.gathered(model, write=write),
@@ -472,10 +463,10 @@ def test_reading_a_sliced_parameter_as_if_it_were_whole_is_refused(use: str, sta
     """At every stage, so that a loop that works at one works at all; the message names the parameter and the way."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(NeedsWholeError, match=r"(head|blocks)\S*(weight|bias).*gathered"):
             USES[use](model)
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
     yield On(2, run)
 
@@ -487,7 +478,7 @@ def test_what_torch_itself_refuses_of_tensor_subclasses_is_an_error(use: Callabl
 
     def run(rank: int) -> None:
         with pytest.raises(RuntimeError):
-            use(onecopy.shard(_stack(), 3).head.weight)
+            use(onecopy.shard(stack(), 3).head.weight)
 
     yield On(2, run)
 
@@ -498,13 +489,13 @@ def test_what_torch_itself_refuses_of_tensor_subclasses_is_an_error(use: Callabl
 @STAGES
 @pytest.mark.parametrize("optimizer", [SGD, AdamW])
 @one_fork
-def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_first_step(optimizer: Any, stage: int) -> Forked:
+def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_firststep(optimizer: Any, stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = _stack()
+        model = stack()
         made = optimizer(model.parameters(), lr=0.1)
         onecopy.shard(model, stage)
         with pytest.raises(UsageError, match=r"blocks\.0\.0\.weight.*optimizer="):
-            _step(model, rank, 2, made)
+            step(model, rank, 2, made)
 
     yield On(2, run)
 
@@ -512,9 +503,9 @@ def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_first_step
 @one_fork
 def test_an_optimizer_of_another_model_is_refused_before_the_model_is_changed() -> Forked:
     def run(rank: int) -> None:
-        model = _stack()
+        model = stack()
         with pytest.raises(UsageError, match="none of the model's parameters"):
-            onecopy.shard(model, 2, optimizer=SGD(_stack().parameters(), lr=0.1))
+            onecopy.shard(model, 2, optimizer=SGD(stack().parameters(), lr=0.1))
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "the model was changed"
 
     yield On(2, run)
@@ -526,7 +517,7 @@ def test_a_step_in_the_middle_of_accumulation_is_refused(stage: int) -> Forked:
     """Under no_sync stages 0 and 1 have kept gradients that nobody has reduced: stepping would use none of them."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         optimizer = SGD(model.parameters(), lr=0.1)
         batch = part(vector_batches(1)[0], rank, 2)
         with model.no_sync():
@@ -548,7 +539,7 @@ def test_a_step_between_forward_and_backward_is_refused(stage: int) -> Forked:
     """Autograd would refuse it in one process too ("modified by an inplace operation")."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         optimizer = SGD(model.parameters(), lr=0.1)
         batch = part(vector_batches(1)[0], rank, 2)
         model(*batch).backward()
@@ -557,7 +548,7 @@ def test_a_step_between_forward_and_backward_is_refused(stage: int) -> Forked:
         with pytest.raises(RuntimeError, match=r"changed between|modified by an inplace"):
             loss.backward()
         optimizer.zero_grad()
-        _step(model, rank, 2, optimizer)
+        step(model, rank, 2, optimizer)
 
     yield On(2, run)
 

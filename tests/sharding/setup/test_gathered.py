@@ -21,10 +21,7 @@ from one_fork import Forked, On, one_fork
 from onecopy.errors import CollectiveError, UsageError
 from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train, whole_weights
 from ranks import every_stage
-
-
-def _stack() -> nn.Module:
-    return seeded(Stack)
+from stack_loops import stack
 
 
 def _train(model: nn.Module, rank: int, num_ranks: int, steps: int = 2) -> None:
@@ -39,7 +36,7 @@ def test_gathered_parameters_are_the_plain_ones(precision: str | None, stage: in
     """Plain `nn.Parameter`s in the master dtype, contiguous, and SlicedTensors again after the block."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage, precision=precision)
+        plain, model = stack(), onecopy.shard(stack(), stage, precision=precision)
         sliced = list(model.parameters())
         with onecopy.gathered(model) as inside:
             assert inside is model
@@ -57,7 +54,7 @@ def test_gathered_parameters_are_the_plain_ones(precision: str | None, stage: in
 @one_fork
 def test_gathered_takes_a_module_a_parameter_or_several(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         with onecopy.gathered(model.blocks[1]) as block:
             assert torch.equal(block[0].weight, plain.blocks[1][0].weight)
             assert isinstance(model.blocks[0][0].weight, onecopy.SlicedTensor)
@@ -75,7 +72,7 @@ def test_gathered_takes_a_module_a_parameter_or_several(stage: int, num_ranks: i
 @one_fork
 def test_gathered_sees_what_the_optimizer_wrote(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         optimizers = [OPTIMIZERS["adamw-fused"](m.parameters()) for m in (plain, model)]
         for batch in vector_batches(3):
             train(plain, optimizers[0], [batch])
@@ -91,7 +88,7 @@ def test_writes_are_the_first_ranks_and_are_trained_on(stage: int, num_ranks: in
     """Every rank writes something else; rank 0's counts, on all of them, also for the forward that follows."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         model(*part(vector_batches(1)[0], rank, num_ranks))
         with onecopy.gathered(model, write=True), torch.no_grad():
             for parameter in model.parameters():
@@ -116,7 +113,7 @@ def test_initialising_inside_gathered_equals_initialising_the_plain_model(
     initialise: Callable[[Tensor], Any], stage: int, num_ranks: int
 ) -> Forked:
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         torch.manual_seed(5)
         initialise(plain.head.weight)
         torch.manual_seed(5 + rank)
@@ -133,10 +130,10 @@ def test_a_write_without_saying_so_is_an_error(stage: int, num_ranks: int) -> Fo
     """It would be lost, or differ from rank to rank. The model keeps its values and goes on."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(UsageError, match="write=True"), onecopy.gathered(model), torch.no_grad():
             model.head.weight.add_(1)
-        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
+        assert_same_weights(gathered_weights(model), whole_weights(stack()), atol=0)
         _train(model, rank, num_ranks)
 
     yield On(num_ranks, run)
@@ -146,7 +143,7 @@ def test_a_write_without_saying_so_is_an_error(stage: int, num_ranks: int) -> Fo
 @one_fork
 def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
 
         def fail() -> None:
             with onecopy.gathered(model, write=True), torch.no_grad():
@@ -156,7 +153,7 @@ def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage:
         with pytest.raises(ZeroDivisionError):
             fail()
         assert all(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
-        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
+        assert_same_weights(gathered_weights(model), whole_weights(stack()), atol=0)
         _train(model, rank, num_ranks)
 
     yield On(num_ranks, run)
@@ -165,7 +162,7 @@ def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage:
 @one_fork
 def test_a_gather_that_fails_at_the_blocks_begin_leaves_the_model_sharded_and_in_use() -> Forked:
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), 3)
+        plain, model = stack(), onecopy.shard(stack(), 3)
         bucket = model._onecopy_engine.units[1].buckets[0]
         lost = CollectiveError("on purpose")
         with (
@@ -262,11 +259,11 @@ def test_what_is_edited_inside_gathered_is_computed_with_at_once(stage: int, num
     """Oracle: a plain bf16 model with the same edits. What a forward writes would be lost, and is an error."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage, precision="bf16")
+        model = onecopy.shard(stack(), stage, precision="bf16")
         x = torch.randn(2, 10)
         with torch.no_grad(), onecopy.gathered(model, write=True):
             before = model.head(x)
-            assert torch.equal(before, _stack().bfloat16().head(x.bfloat16()))
+            assert torch.equal(before, stack().bfloat16().head(x.bfloat16()))
             model.head.weight.mul_(2)
             model.head.bias.data.mul_(2)
             assert torch.equal(model.head(x), 2 * before)
@@ -282,7 +279,7 @@ def test_what_is_edited_inside_gathered_is_computed_with_at_once(stage: int, num
 @one_fork
 def test_what_gathered_refuses(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(UsageError, match="sharded"), onecopy.gathered(nn.Linear(2, 2)):
             pass
         with onecopy.gathered(model):
@@ -300,7 +297,7 @@ def test_what_is_assigned_to_data_inside_the_block_is_kept_or_refused(stage: int
     """As `weight.data = …` does. By hand."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with onecopy.gathered(model, write=True):
             model.head.weight.data = torch.full((3, 10), 2.0)
         assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 2.0))
@@ -322,7 +319,7 @@ def test_gathered_gradients_and_states_are_the_twins(precision: str | None, stag
     """`p.grad` and AdamW's averages, alone and in lists with parameters. Oracle: the twin's; bf16 to its rounding."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage, precision=precision)
+        plain, model = stack(), onecopy.shard(stack(), stage, precision=precision)
         tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision is None else {"rtol": 0.05, "atol": 0.05}
         pairs = [(m, AdamW(m.parameters(), lr=1e-3)) for m in (plain, model)]
         for (m, _), batch in zip(
@@ -350,7 +347,7 @@ def test_a_whole_gradient_may_be_written(stage: int, num_ranks: int) -> Forked:
     """The first rank's, or another's; by hand. Without write=True it is an error."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         model(*part(vector_batches(1)[0], rank, num_ranks)).backward()
         for source, expected in ((None, 1.0), (num_ranks - 1, float(num_ranks))):
             with onecopy.gathered(model.head.weight.grad, write=True, source=source) as gradient:
@@ -369,7 +366,7 @@ def test_any_rank_may_be_the_source_of_what_is_written(stage: int, num_ranks: in
     """Every rank writes something else. A rank that does not exist is an error on all."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with onecopy.gathered(model, write=True, source=1), torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(rank)
@@ -387,7 +384,7 @@ def test_a_source_on_two_axes() -> Forked:
 
     def run(rank: int) -> None:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = onecopy.shard(_stack(), 3, mesh=mesh)
+        model = onecopy.shard(stack(), 3, mesh=mesh)
         with onecopy.gathered(model, write=True, source=3), torch.no_grad():
             model.head.weight.fill_(rank)
         assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 3.0))
@@ -399,7 +396,7 @@ def test_a_source_on_two_axes() -> Forked:
 @one_fork
 def test_a_gradient_that_waits_is_not_gathered(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage, accumulate=2)
+        model = onecopy.shard(stack(), stage, accumulate=2)
         model(*part(vector_batches(1)[0], rank, 2)).backward()
         with pytest.raises(UsageError, match="has not been reduced yet"), onecopy.gathered(model.head.weight.grad):
             pass
@@ -437,7 +434,7 @@ def test_a_whole_state_dict_loads(where: str, stage: int, num_ranks: int) -> For
     """Inside the block as into a plain model; outside it every rank cuts its slice out of what it was given."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.mul_(0.9).add_(0.01)
@@ -463,13 +460,13 @@ def test_a_sliced_state_dict_goes_back(stage: int, num_ranks: int) -> Forked:
     """Kept before two steps as copies, and loaded after them."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
         _train(model, rank, num_ranks)
-        assert not torch.equal(gathered_weights(model)["head.weight"], _stack().head.weight)
+        assert not torch.equal(gathered_weights(model)["head.weight"], stack().head.weight)
         model.load_state_dict(kept)
-        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
-        plain = _stack()
+        assert_same_weights(gathered_weights(model), whole_weights(stack()), atol=0)
+        plain = stack()
         _train(plain, 0, 1)
         _train(model, rank, num_ranks)
         assert_same_weights(gathered_weights(model), whole_weights(plain))
@@ -481,7 +478,7 @@ def test_a_sliced_state_dict_goes_back(stage: int, num_ranks: int) -> Forked:
 @one_fork
 def test_a_whole_state_dict_saves_and_loads_into_a_plain_model(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         _train(model, rank, num_ranks)
         file = io.BytesIO()
         with onecopy.gathered(model):
@@ -498,7 +495,7 @@ def test_a_whole_state_dict_saves_and_loads_into_a_plain_model(stage: int, num_r
 @one_fork
 def test_a_state_dict_of_other_shapes_is_refused_as_torch_does(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
             model.load_state_dict(Stack(width=12).state_dict())
         with pytest.raises(RuntimeError, match="Missing key"):
@@ -514,7 +511,7 @@ def test_an_optimizers_state_dict_round_trip(fused: bool, stage: int, num_ranks:
     """Two steps, state taken over by a new optimizer, two more: four steps of one optimizer on a plain model."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         first = AdamW(model.parameters(), lr=1e-2, fused=fused)
         train(model, first, [part(batch, rank, num_ranks) for batch in vector_batches(4)[:2]])
         second = AdamW(model.parameters(), lr=5.0, fused=fused)
