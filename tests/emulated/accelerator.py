@@ -1,8 +1,8 @@
 """The emulated device as `torch.emu`, with "emunccl" as its backend for collectives: how it is built and started.
 
-`device/` holds it, in C++. `build` compiles it once, into a cache named by the hash of its source, of torch's version and
-of Python's; `start` registers it with torch in this process. Only forked ranks do that: a process has the device until it
-ends, and torch would take it for the accelerator of every other test too.
+`device/` holds it, in C++. `build` compiles it once, into a cache named by the hash of its source and of the versions
+of torch and Python; `start` registers it with torch in this process. Only forked ranks do that: a process has the
+device until it ends, and torch would take it for the accelerator of every other test too.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def start(built: Path, devices: int) -> Any:
     atexit.register(device.close)
 
     def make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return device.make_group(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        return device.make_group(gloo, rank, size, timeout.total_seconds())
 
     dist.Backend.register_backend(BACKEND, make_group, devices=[NAME])
     return device
@@ -140,8 +141,8 @@ class _Module:
     def set_device(self, device: Any) -> None:
         self._device.set_device(device if isinstance(device, int) else torch.device(device).index)
 
-    def device(self, index: int) -> Any:
-        return torch.accelerator.device_index(index)
+    def device(self, device: Any) -> Any:
+        return torch.accelerator.device_index(device if isinstance(device, int) else torch.device(device).index)
 
     def current_stream(self, device: Any = None) -> torch.Stream:
         return torch.accelerator.current_stream(device)
@@ -188,5 +189,8 @@ def _where() -> str:
 
 
 def _origin() -> str:
-    found = (line for name, line in _lines() if not name.endswith(_ANY_COLLECTIVE))
-    return next(found, "a thread of autograd")
+    for name, line in _lines():
+        if not name.endswith(_ANY_COLLECTIVE):
+            _, ours, inside = name.rpartition("/onecopy/")
+            return f"onecopy/{inside}:{line.rpartition(':')[2]}" if ours else line
+    return "a thread of autograd"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecopy.comm.backends import control_device, exchanges_directly, transport_for, with_neighbours
+from onecopy.comm.backends import exchanges_directly, own_device, transport_for, with_control, with_neighbours
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
@@ -64,12 +64,16 @@ class Axis:
         ranks: the global rank at each place.
     """
 
-    def __init__(self, name: str, peers: Peers | None, staging: Staging, ledger: Ledger) -> None:
+    def __init__(
+        self, name: str, peers: Peers | None, staging: Staging, ledger: Ledger, control: Peers | None = None
+    ) -> None:
         self.name = name
         self.size = peers.size if peers else 1
         self.rank = peers.rank if peers else 0
         self.ranks = peers.ranks if peers else (0,)
         self._peers = peers
+        # The same ranks over a group that sends CPU tensors, where there is one.
+        self._control = control
         self._staging = staging
         self._ledger = ledger
         self._transports: dict[torch.device, Transport] = {}
@@ -120,7 +124,7 @@ class Axis:
         if self._peers is None:
             whole.copy_(mine)
             return None
-        program = self._transport(whole).all_gather(self._peers, mine, whole, tag)
+        program = self._transport(whole).all_gather(self._peers_for(whole), mine, whole, tag)
         return self._issue(program, op, unit, self._fraction(whole))
 
     def reduce_scatter(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
@@ -129,14 +133,14 @@ class Axis:
             outgoing.copy_to(out, 0)
             outgoing.close()
             return None
-        program = self._transport(out).reduce_scatter(self._peers, outgoing, out, _TAG_BASE + tag)
+        program = self._transport(out).reduce_scatter(self._peers_for(out), outgoing, out, _TAG_BASE + tag)
         return self._issue(program, "reduce_scatter", unit, self._share(outgoing))
 
     def all_reduce(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of ``outgoing``, which may be it. Sends 2(N-1)/N of it."""
         if self._peers is None:
             return None
-        program = self._transport(out).all_reduce(self._peers, outgoing, out, _TAG_BASE + tag)
+        program = self._transport(out).all_reduce(self._peers_for(out), outgoing, out, _TAG_BASE + tag)
         return self._issue(program, "all_reduce", unit, 2 * self._share(outgoing))
 
     def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> None:
@@ -144,7 +148,7 @@ class Axis:
         if self._peers is None:
             out.copy_(whole)
             return
-        program = self._transport(whole).scatter(self._peers, whole, out, _TAG_BASE + tag)
+        program = self._transport(whole).scatter(self._peers_for(whole), whole, out, _TAG_BASE + tag)
         sent = self._fraction(whole) if self.rank == 0 else 0
         self._issue(program, "broadcast", unit, sent).finish()
 
@@ -152,8 +156,7 @@ class Axis:
         """Replace the flat ``values`` by the first rank's."""
         if self._peers is None:
             return
-        source = values.repeat(self.size) if self.rank == 0 else values
-        program = self._transport(values).scatter(self._peers, source, values, _TAG_BASE + tag)
+        program = self._transport(values).broadcast(self._peers_for(values), values, _TAG_BASE + tag)
         sent = values.nbytes * (self.size - 1) if self.rank == 0 else 0
         self._issue(program, "broadcast", unit, sent).finish()
 
@@ -162,7 +165,7 @@ class Axis:
         if self._peers is None:
             return None
         met(self.ranks)
-        program = self._transport(values).combine(self._peers, values, maximum, _CONTROL_TAGS[op])
+        program = self._transport(values).combine(self._peers_for(values), values, maximum, _CONTROL_TAGS[op])
         return self._issue(program, op, "", values.nbytes * (self.size - 1))
 
     def exchange_objects(self, own: T) -> list[T]:
@@ -172,7 +175,7 @@ class Axis:
         objects: list[Any] = [None] * self.size
         try:
             with patience(lambda _: f"exchange of settings over the {self.name} axis", None, may_be_in_vain=True):
-                dist.all_gather_object(objects, own, group=self._peers.group)
+                dist.all_gather_object(objects, own, group=(self._control or self._peers).group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"exchange of settings over the {self.name} axis failed: a rank among {self.ranks} has most likely "
@@ -183,13 +186,18 @@ class Axis:
     @property
     def control_device(self) -> torch.device:
         """Where a control message that belongs to no parameter is to be made."""
-        return torch.device("cpu") if self._peers is None else control_device(self._peers.group)
+        if self._peers is None or self._control is not None:
+            return torch.device("cpu")
+        return own_device(self._peers.group)
+
+    def _peers_for(self, tensor: Tensor) -> Peers:
+        assert self._peers is not None
+        return self._control if tensor.is_cpu and self._control is not None else self._peers
 
     def _transport(self, tensor: Tensor) -> Transport:
         transport = self._transports.get(tensor.device)
         if transport is None:
-            assert self._peers is not None
-            transport = transport_for(self._peers.group, tensor.device, self._staging)
+            transport = transport_for(self._peers_for(tensor).group, tensor.device, self._staging)
             self._transports[tensor.device] = transport
         return transport
 
@@ -284,7 +292,8 @@ def make_mesh(
                 message.finish()
             return alone.exchange_objects(own)
 
-        return Axis(name, with_neighbours(peers, exchange), staging, ledger)
+        peers = with_neighbours(peers, exchange)
+        return Axis(name, peers, staging, ledger, with_control(peers))
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),), axis("tensor"))

@@ -78,6 +78,9 @@ class NativeCalls:
         slices = list(whole.chunk(peers.size)) if peers.rank == 0 else None
         yield _native(dist.scatter(out, slices, src=peers.ranks[0], group=peers.group, async_op=True))
 
+    def broadcast(self, peers: Peers, values: Tensor, tag: int) -> Program:
+        yield _native(dist.broadcast(values, src=peers.ranks[0], group=peers.group, async_op=True))
+
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         yield _native(dist.all_reduce(values, op=operation, group=peers.group, async_op=True))

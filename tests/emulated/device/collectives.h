@@ -2,8 +2,8 @@
 //
 // A collective that is asked for with async_op runs on a stream of the group's own, which first waits for the caller's;
 // Work.wait() has the caller's stream wait for it, and the host for nothing. Until then the group holds the tensors. One
-// without async_op runs on the caller's stream. Ranks tell each other what they are about to do: NCCL would hang, or add
-// up different tensors, where they differ. An address that is no multiple of 16 bytes takes NCCL's slow path, and is
+// without async_op runs on the caller's stream. Ranks tell each other what they are about to do: where they differ NCCL's
+// streams would hang, or add up different tensors, while hosts go on. Here that is reported, and gives NaN. An address that is no multiple of 16 bytes takes NCCL's slow path, and is
 // reported. Sums are taken hop by hop in the tensors' dtype, as NCCL's ring rounds them.
 #pragma once
 
@@ -78,9 +78,13 @@ class Group final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : Backend(rank, size), gloo_(std::move(gloo)) {}
+  Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::chrono::milliseconds limit)
+      : Backend(rank, size),
+        gloo_(std::move(gloo)),
+        options_(c10::make_intrusive<c10d::Backend::Options>("emunccl", limit)) {}
 
   const std::string getBackendName() const override { return "nccl"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return 0; }
 
@@ -161,13 +165,15 @@ class Group final : public c10d::Backend {
   }
 
  private:
-  // Every rank's tensor. Raises an error where a rank is about to do something else.
+  struct Unlike {};
+
+  // Every rank's tensor. Throws `Unlike` where a rank is about to do something else.
   Tensors everyones(const Tensor& own, const std::string& operation) {
     at::AutoDispatchBelowAutograd below;
     auto text = operation + " of " + std::to_string(own.nbytes()) + " bytes of " + toString(own.scalar_type());
     auto head = at::full({1}, static_cast<int64_t>(std::hash<std::string>{}(text)), at::kLong);
     for (auto& other : exchange(head))
-      TORCH_CHECK(other.equal(head), "ranks come to different collectives: this one to ", text);
+      if (!other.equal(head)) throw Unlike();
     return exchange(own.contiguous());
   }
   Tensors exchange(Tensor own) {
@@ -228,7 +234,13 @@ class Group final : public c10d::Backend {
     {
       std::optional<py::gil_scoped_release> others_may_run;
       if (PyGILState_Check()) others_may_run.emplace();
-      act();
+      try {
+        act();
+      } catch (Unlike&) {
+        report("unlike: ranks come to different collectives, this one to " + kernel.name());
+        for (auto& tensor : outs)
+          if (tensor.is_floating_point()) on_cpu(tensor).fill_(NAN);
+      }
     }
     if (!async) all.clear();
     c10::Stream caller_stream = Streams().getStream(device_at(device));
@@ -249,6 +261,7 @@ class Group final : public c10d::Backend {
 
   static constexpr size_t kAlignment = 16, kShort = 64;  // bytes; what is shorter has no fast path to lose
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  c10::intrusive_ptr<c10d::Backend::Options> options_;
   std::map<int, c10::Stream> streams_;
 };
 

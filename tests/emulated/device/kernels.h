@@ -35,9 +35,10 @@ inline Tensor alias(const Tensor& tensor, c10::DispatchKey key) {
   auto* inside = tensor.storage().unsafeGetStorageImpl();
   TORCH_CHECK(!tensor.numel() || inside->data(), "a kernel was given a tensor whose memory has been given back");
   c10::Storage storage = tensor.storage();
-  if (key == c10::DispatchKey::CPU)
+  if (key == c10::DispatchKey::CPU)  // a kernel that resizes its output gets other memory for it
     storage = c10::Storage(c10::Storage::use_byte_size_t(), inside->nbytes(),
-                           at::DataPtr(const_cast<void*>(inside->data()), c10::Device(c10::kCPU)), nullptr, false);
+                           at::DataPtr(const_cast<void*>(inside->data()), c10::Device(c10::kCPU)),
+                           c10::GetAllocator(c10::kCPU), true);
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   if (tensor.is_conj()) made._set_conj(true);
@@ -49,7 +50,8 @@ inline Tensor on_cpu(const Tensor& tensor) { return alias(tensor, c10::DispatchK
 // One kernel, on the stream of `agent`.
 class Launch {
  public:
-  Launch(const std::string& operation, Agent agent) : agent_(agent), name_(operation + " at " + where()) {
+  Launch(const std::string& operation, Agent agent)
+      : agent_(agent), operation_(operation), name_(operation + " at " + where()) {
     Lock lock(clocks().mutex);
     when_ = clocks().launching(agent).tick(agent);
   }
@@ -66,7 +68,7 @@ class Launch {
       Lock lock(clocks().mutex);
       known = clocks().of[agent_];
     }
-    host_waits(known, name_);
+    host_waits(known, operation_);
   }
 
   static std::pair<const char*, size_t> bytes_of(const Tensor& tensor) {
@@ -89,7 +91,7 @@ class Launch {
 
   Agent agent_;
   Ticks when_;
-  std::string name_;
+  std::string operation_, name_;
 };
 
 // --- operations of the device's own

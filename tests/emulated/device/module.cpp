@@ -64,7 +64,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     Lock lock(clocks().mutex);
     return journal().orderings;
   });
-  module.def("collectives", [] {  // (operation, line, bytes, place of the latest earlier one it came after, stream)
+  module.def("collectives", [] {  // (operation, line, bytes, places of the earlier ones that it comes after)
     Lock lock(clocks().mutex);
     std::vector<std::tuple<std::string, std::string, size_t, std::vector<size_t>>> found;
     for (size_t i = 0; i < issued().size(); ++i) {
@@ -83,7 +83,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("disregard", [](std::set<std::string> orderings) { journal().disregarded = std::move(orderings); });
   module.def("disregard_all", [](bool all) { journal().disregards_all = all; });
-  module.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) {
-    return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Group>(std::move(gloo), rank, size));
+  py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(module, "Group")
+      .def_property_readonly("options", &Group::getBackendOptions);
+  module.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, double seconds) {
+    std::chrono::milliseconds limit(static_cast<int64_t>(1000 * seconds));
+    return c10::make_intrusive<Group>(std::move(gloo), rank, size, limit);
   });
 }
