@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -104,11 +105,18 @@ def start(built: Path, devices: int) -> Any:
     device.set_up(devices, _where, _origin)
     atexit.register(device.close)
 
-    def make_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        return device.make_group(gloo, rank, size, timeout.total_seconds())
+    groups: dict[tuple[int, ...], tuple[Any, Iterator[int]]] = {}
 
-    dist.Backend.register_backend(BACKEND, make_group, devices=[NAME])
+    def make_group(options: Any, _: Any) -> Any:
+        # Groups of the same ranks share one on gloo: their collectives must come in one order too.
+        rank, size = options.group_rank, options.group_size
+        ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+        if ranks not in groups:
+            groups[ranks] = dist.ProcessGroupGloo(options.store, rank, size, options.timeout), count()
+        gloo, numbers = groups[ranks]
+        return device.make_group(gloo, rank, size, next(numbers), options.timeout.total_seconds())
+
+    dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=[NAME])
     return device
 
 

@@ -1,4 +1,4 @@
-"""Training on the emulated device, held against one process on the CPU: equal values, and nothing reported."""
+"""Training on a device, emulated or not, held against one process on the CPU: equal values, and nothing reported."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def trains_like_one_process(
     accumulate: int = 1,
     clip: float | None = 0.5,
     half: torch.dtype | None = None,
+    rows: int = 12,
     rtol: float = 1e-6,
     atol: float = 1e-6,
     **settings: Any,
@@ -66,13 +67,14 @@ def trains_like_one_process(
     Args:
         build: makes the model.
         sharded: makes the one that is sharded, where that is another.
+        rows: of a global batch.
         half: the dtype in which the plain model computes.
         settings: of `onecopy.shard`.
 
     Returns:
         The sharded model.
     """
-    batches = token_batches(STEPS * accumulate)
+    batches = token_batches(STEPS * accumulate, rows=rows)
     expected = train_twin(build(), optimizer, batches, accumulate=accumulate, clip=clip, half=half)
     model = onecopy.shard(on(device, sharded or build), stage, accumulate=accumulate, **settings)
     run = train(

@@ -1,5 +1,5 @@
-"""Backends: which transport serves a process group, which of its ranks are reached through memory, and which group
-carries control messages where it serves no CPU tensors itself.
+"""Backends: which transport serves a process group, which of its ranks are reached through memory, and which groups
+beside it carry control messages, where it serves no CPU tensors itself, and reduces, where a device has streams.
 
 Private torch names, read in torch 2.13 and tested in tests/house/test_private_apis.py: `ProcessGroup._get_backend`,
 `ProcessGroup._device_types` and `Backend.Options._timeout`.
@@ -72,6 +72,7 @@ _SOONER: Final = 0.9
 and does not say which rank is missing: a control message is to say so before."""
 
 _beside: Final[WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]] = WeakKeyDictionary()
+_reducing: Final[WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def serves_cpu(group: dist.ProcessGroup) -> bool:
@@ -112,6 +113,32 @@ def with_control(peers: Peers) -> Peers | None:
         assert isinstance(beside, dist.ProcessGroup)
         _beside[peers.group] = beside
     return replace(peers, group=beside)
+
+
+def for_reduces(peers: Peers) -> Peers:
+    """``peers`` over a group for reduces alone, where an accelerator's backend serves theirs. A collective call.
+
+    The collectives of one group run one after the other, in the order in which each rank issues them. In a group of
+    their own reduces do not delay the gathers behind them; and when a rank sends a unit's gradients, between which
+    gathers, need not be what it is on the others.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    names = dict(part.split(":") for part in dist.get_backend_config(peers.group).split(","))
+    name = names.get(accelerator.type) if accelerator is not None else None
+    if accelerator is None or name in (None, "gloo", "fake"):
+        return peers
+    group = _reducing.get(peers.group)
+    if group is None:
+        group = dist.new_group(
+            list(peers.ranks),
+            timeout=time_limit(peers.group),
+            backend=f"{accelerator.type}:{name}",
+            use_local_synchronization=True,
+            group_desc="onecopy reduces",
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        _reducing[peers.group] = group
+    return replace(peers, group=group)
 
 
 def own_device(group: dist.ProcessGroup) -> torch.device:

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecopy.comm.backends import exchanges_directly, own_device, transport_for, with_control, with_neighbours
+from onecopy.comm.backends import (
+    exchanges_directly,
+    for_reduces,
+    own_device,
+    transport_for,
+    with_control,
+    with_neighbours,
+)
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
@@ -65,15 +72,23 @@ class Axis:
     """
 
     def __init__(
-        self, name: str, peers: Peers | None, staging: Staging, ledger: Ledger, control: Peers | None = None
+        self,
+        name: str,
+        peers: Peers | None,
+        staging: Staging,
+        ledger: Ledger,
+        *,
+        control: Peers | None = None,
+        reducing: Peers | None = None,
     ) -> None:
         self.name = name
         self.size = peers.size if peers else 1
         self.rank = peers.rank if peers else 0
         self.ranks = peers.ranks if peers else (0,)
         self._peers = peers
-        # The same ranks over a group that sends CPU tensors, where there is one.
+        # The same ranks over a group that sends CPU tensors, and over one for reduces on a device.
         self._control = control
+        self._reducing = reducing
         self._staging = staging
         self._ledger = ledger
         self._transports: dict[torch.device, Transport] = {}
@@ -133,14 +148,14 @@ class Axis:
             outgoing.copy_to(out, 0)
             outgoing.close()
             return None
-        program = self._transport(out).reduce_scatter(self._peers_for(out), outgoing, out, _TAG_BASE + tag)
+        program = self._transport(out).reduce_scatter(self._peers_to_reduce(out), outgoing, out, _TAG_BASE + tag)
         return self._issue(program, "reduce_scatter", unit, self._share(outgoing))
 
     def all_reduce(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of ``outgoing``, which may be it. Sends 2(N-1)/N of it."""
         if self._peers is None:
             return None
-        program = self._transport(out).all_reduce(self._peers_for(out), outgoing, out, _TAG_BASE + tag)
+        program = self._transport(out).all_reduce(self._peers_to_reduce(out), outgoing, out, _TAG_BASE + tag)
         return self._issue(program, "all_reduce", unit, 2 * self._share(outgoing))
 
     def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> None:
@@ -157,7 +172,7 @@ class Axis:
         if self._peers is None:
             return
         program = self._transport(values).broadcast(self._peers_for(values), values, _TAG_BASE + tag)
-        sent = values.nbytes * (self.size - 1) if self.rank == 0 else 0
+        sent = values.nbytes * self._transport(values).broadcast_copies(self.size) if self.rank == 0 else 0
         self._issue(program, "broadcast", unit, sent).finish()
 
     def combine(self, values: Tensor, op: str, *, maximum: bool = False) -> Collective | None:
@@ -193,6 +208,9 @@ class Axis:
     def _peers_for(self, tensor: Tensor) -> Peers:
         assert self._peers is not None
         return self._control if tensor.is_cpu and self._control is not None else self._peers
+
+    def _peers_to_reduce(self, tensor: Tensor) -> Peers:
+        return self._peers_for(tensor) if tensor.is_cpu or self._reducing is None else self._reducing
 
     def _transport(self, tensor: Tensor) -> Transport:
         transport = self._transports.get(tensor.device)
@@ -293,7 +311,7 @@ def make_mesh(
             return alone.exchange_objects(own)
 
         peers = with_neighbours(peers, exchange)
-        return Axis(name, peers, staging, ledger, with_control(peers))
+        return Axis(name, peers, staging, ledger, control=with_control(peers), reducing=for_reduces(peers))
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),), axis("tensor"))

@@ -81,6 +81,9 @@ class NativeCalls:
     def broadcast(self, peers: Peers, values: Tensor, tag: int) -> Program:
         yield _native(dist.broadcast(values, src=peers.ranks[0], group=peers.group, async_op=True))
 
+    def broadcast_copies(self, size: int) -> int:
+        return 1
+
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         yield _native(dist.all_reduce(values, op=operation, group=peers.group, async_op=True))

@@ -2,8 +2,9 @@
 //
 // A collective that is asked for with async_op runs on a stream of the group's own, which first waits for the caller's;
 // Work.wait() has the caller's stream wait for it, and the host for nothing. Until then the group holds the tensors. One
-// without async_op runs on the caller's stream. Ranks tell each other what they are about to do: where they differ NCCL's
-// streams would hang, or add up different tensors, while hosts go on. Here that is reported, and gives NaN. An address that is no multiple of 16 bytes takes NCCL's slow path, and is
+// without async_op runs on the caller's stream. Ranks tell each other what they are about to do, on whichever of their
+// groups: where they differ NCCL's streams would hang, or add up different tensors, while hosts go on (and may hang too
+// where only the groups are in another order). Here that is reported, and gives NaN. An address that is no multiple of 16 bytes takes NCCL's slow path, and is
 // reported. Sums are taken hop by hop in the tensors' dtype, as NCCL's ring rounds them.
 #pragma once
 
@@ -78,9 +79,10 @@ class Group final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::chrono::milliseconds limit)
+  Group(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, int number, std::chrono::milliseconds limit)
       : Backend(rank, size),
         gloo_(std::move(gloo)),
+        number_(number),
         options_(c10::make_intrusive<c10d::Backend::Options>("emunccl", limit)) {}
 
   const std::string getBackendName() const override { return "nccl"; }
@@ -170,7 +172,7 @@ class Group final : public c10d::Backend {
   // Every rank's tensor. Throws `Unlike` where a rank is about to do something else.
   Tensors everyones(const Tensor& own, const std::string& operation) {
     at::AutoDispatchBelowAutograd below;
-    auto text = operation + " of " + std::to_string(own.nbytes()) + " bytes of " + toString(own.scalar_type());
+    auto text = "group " + std::to_string(number_) + ": " + operation + " of " + std::to_string(own.nbytes()) + " bytes of " + toString(own.scalar_type());
     auto head = at::full({1}, static_cast<int64_t>(std::hash<std::string>{}(text)), at::kLong);
     for (auto& other : exchange(head))
       if (!other.equal(head)) throw Unlike();
@@ -261,6 +263,7 @@ class Group final : public c10d::Backend {
 
   static constexpr size_t kAlignment = 16, kShort = 64;  // bytes; what is shorter has no fast path to lose
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  int number_;  // among the groups of the same ranks
   c10::intrusive_ptr<c10d::Backend::Options> options_;
   std::map<int, c10::Stream> streams_;
 };

@@ -85,8 +85,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disregard_all", [](bool all) { journal().disregards_all = all; });
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(module, "Group")
       .def_property_readonly("options", &Group::getBackendOptions);
-  module.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, double seconds) {
+  module.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, int number, double seconds) {
     std::chrono::milliseconds limit(static_cast<int64_t>(1000 * seconds));
-    return c10::make_intrusive<Group>(std::move(gloo), rank, size, limit);
+    return c10::make_intrusive<Group>(std::move(gloo), rank, size, number, limit);
   });
 }
