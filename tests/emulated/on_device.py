@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import accelerator
-from ranks import run_ranks
+from ranks import GROUP_TIMEOUT, run_ranks
 
 Device = Any
 """The module of `device/module.cpp`."""
@@ -48,6 +48,7 @@ def run_on_device(
     *,
     backend: str = accelerator.BACKEND,
     without: Collection[str] = (),
+    group_timeout: float = GROUP_TIMEOUT,
     timeout: float = 60.0,
 ) -> list[Seen]:
     """Call ``function(rank, device)`` on forked ranks, and return what was seen of each, in rank order.
@@ -56,6 +57,7 @@ def run_on_device(
         function: takes a rank and its device; may be a closure.
         backend: of the default process group.
         without: orderings that the device disregards.
+        group_timeout: seconds that a message of the process group may take.
         timeout: seconds after which every rank is killed.
     """
     built = accelerator.build()
@@ -79,7 +81,8 @@ def run_on_device(
         result = function(rank, torch.device(accelerator.NAME, rank))
         return result, device.reports(), device.host_waits(), device.orderings()
 
-    return [Seen(*answer) for answer in run_ranks(num_ranks, call, join=join, timeout=timeout)]
+    answers = run_ranks(num_ranks, call, join=join, group_timeout=group_timeout, timeout=timeout)
+    return [Seen(*answer) for answer in answers]
 
 
 def the_device() -> Device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,10 @@ import onecopy
 from accelerator import BACKEND, NAME
 from on_device import reports_of, run_on_device
 from onecopy.comm.backends import own_device, serves_cpu, time_limit
-from onecopy.errors import CollectiveError
+from onecopy.comm.mesh import make_mesh
+from onecopy.errors import CollectiveError, CollectiveTimeout
+from onecopy.memory.staging import Staging
+from onecopy.observe.ledger import Ledger
 from training import on, run_clean, tiny, trains_like_one_process
 
 pytestmark = pytest.mark.emulated
@@ -30,6 +35,24 @@ def test_a_group_of_any_name_trains(backend: str) -> None:
             trains_like_one_process(rank, device, 2, stage=stage)
 
     run_clean(2, run, backend=backend)
+
+
+def test_who_stays_away_from_a_control_message_is_named_before_the_groups_own_limit() -> None:
+    """At that limit NCCL's watchdog ends the process, and does not say who is missing."""
+
+    def run(rank: int, device: torch.device) -> float:
+        ranks = make_mesh(None, shards=True, ledger=Ledger(), staging=Staging())
+        assert ranks.control_device == torch.device("cpu")
+        start = time.monotonic()
+        if rank == 1:
+            time.sleep(3.5)
+        else:
+            with pytest.raises(CollectiveTimeout, match=r"agree.*no answer from rank 1 within"):
+                ranks.shard.combine(torch.zeros(1), "agree").finish()
+        return time.monotonic() - start
+
+    waited = run_on_device(2, run, group_timeout=3.0)[0].result
+    assert 2.5 < waited < 3.0
 
 
 @pytest.mark.parametrize("backend", GROUPS)

@@ -2,7 +2,8 @@
 
 What streams and values can show without a GPU is shown on the emulated device (`tests/emulated`), by the same training
 cases as here. Here is what it cannot see: NCCL itself, its watchdog, CUDA's allocator, graphs, and a table of times.
-Oracles: plain PyTorch in one process on the CPU; CUDA's own complaints about waits of the host; its allocator's counters.
+Oracles: plain PyTorch in one process on the CPU; CUDA's own complaints about waits of the host; its allocator's
+counters.
 """
 
 from __future__ import annotations
@@ -139,12 +140,8 @@ def test_a_rank_that_stays_away_is_named_before_nccls_watchdog_ends_the_process(
 
 def test_the_table_of_times(capsys: pytest.CaptureFixture[str]) -> None:
     """Prints it; what is asserted is that every system trains the same model."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--steps", "5"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--steps", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     with capsys.disabled():
         print(f"\n{socket.gethostname()}\n{done.stdout}")
     rows = [line for line in done.stdout.splitlines() if line.startswith(("DDP", "onecopy", "fully_shard"))]
