@@ -145,6 +145,6 @@ def test_rounding_of_sums_in_bf16_and_in_fp32(capsys: pytest.CaptureFixture[str]
     for seen in run_clean(4, errors):
         in_bf16, in_fp32 = seen.result
         assert 1e-3 < in_bf16 < 1e-2
-        assert in_fp32 < 1e-3
+        assert in_fp32 < 1e-6
     with capsys.disabled():
         print(f"\nrelative error of the mean over 4 ranks: {in_bf16:.1e} in bf16, {in_fp32:.1e} with reduce=float32")
