@@ -102,6 +102,8 @@ def start(built: Path, devices: int) -> Any:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _Module(device, devices))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    # As on CUDA, `.to(device)` is to leave tied parameters tied.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     device.set_up(devices, _where, _origin)
     atexit.register(device.close)
 

@@ -102,6 +102,7 @@ def with_control(peers: Peers) -> Peers | None:
                 timeout=time_limit(peers.group) * _SOONER,
                 backend="gloo",
                 use_local_synchronization=True,
+                sort_ranks=False,
                 group_desc="onecopy control",
             )
         except RuntimeError as error:
@@ -127,6 +128,9 @@ def for_reduces(peers: Peers) -> Peers:
     name = names.get(accelerator.type) if accelerator is not None else None
     if accelerator is None or name in (None, "gloo", "fake"):
         return peers
+    if getattr(dist.group.WORLD, "bound_device_id", None) is not None and peers.size < dist.get_world_size():
+        # NCCL would split the communicator of all ranks, for which all of them would have to come here.
+        return peers
     group = _reducing.get(peers.group)
     if group is None:
         group = dist.new_group(
@@ -134,6 +138,7 @@ def for_reduces(peers: Peers) -> Peers:
             timeout=time_limit(peers.group),
             backend=f"{accelerator.type}:{name}",
             use_local_synchronization=True,
+            sort_ranks=False,
             group_desc="onecopy reduces",
         )
         assert isinstance(group, dist.ProcessGroup)
