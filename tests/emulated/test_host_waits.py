@@ -91,3 +91,24 @@ def test_gradient_scaling_waits_where_pytorchs_scaler_asks_whether_to_step() -> 
 
     for rank in run_on_device(2, run):
         assert rank.result == [[], [], [], []]
+
+
+def test_exposed_seconds_are_the_devices_and_nobody_waits_for_them() -> None:
+    """Oracle: on this device every two events are a millisecond apart."""
+
+    def run(rank: int, device: torch.device) -> None:
+        model = onecopy.shard(on(device, lambda: seeded(TinyGPT, layers=3)), 3)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for batch in parts_of(token_batches(3), rank, 2, device):
+            model(*batch).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        page = onecopy.ledger(model).last_step
+        assert page is not None
+        on_device = [entry for entry in page.entries if entry.op in ("all_gather", "reduce_scatter", "norm")]
+        assert {entry.op for entry in on_device} == {"all_gather", "reduce_scatter", "norm"}
+        for entry in on_device:
+            assert entry.exposed == pytest.approx(entry.calls * 1e-3)
+
+    run_on_device(2, run)

@@ -26,6 +26,7 @@ from onecopy.comm.backends import (
     with_neighbours,
 )
 from onecopy.comm.collective import Collective, Label, Program
+from onecopy.comm.monitor import monitor_of
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
 from onecopy.comm.presence import met, presence_of
@@ -119,7 +120,7 @@ class Axis:
 
         Booked like `all_gather`: what a rank fetches is what each rank sends where all ranks gather alike.
         """
-        return self._issue(shelf.gather(whole, version), "all_gather", unit, self._fraction(whole))
+        return self._issue(shelf.gather(whole, version), "all_gather", unit, self._fraction(whole), on=whole)
 
     def all_gather(self, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
         """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do."""
@@ -140,7 +141,7 @@ class Axis:
             whole.copy_(mine)
             return None
         program = self._transport(whole).all_gather(self._peers_for(whole), mine, whole, tag)
-        return self._issue(program, op, unit, self._fraction(whole))
+        return self._issue(program, op, unit, self._fraction(whole), on=whole)
 
     def reduce_scatter(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of this rank's slice of ``outgoing``. Sends (N-1)/N of it."""
@@ -149,14 +150,14 @@ class Axis:
             outgoing.close()
             return None
         program = self._transport(out).reduce_scatter(self._peers_to_reduce(out), outgoing, out, _TAG_BASE + tag)
-        return self._issue(program, "reduce_scatter", unit, self._share(outgoing))
+        return self._issue(program, "reduce_scatter", unit, self._share(outgoing), on=out)
 
     def all_reduce(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of ``outgoing``, which may be it. Sends 2(N-1)/N of it."""
         if self._peers is None:
             return None
         program = self._transport(out).all_reduce(self._peers_to_reduce(out), outgoing, out, _TAG_BASE + tag)
-        return self._issue(program, "all_reduce", unit, 2 * self._share(outgoing))
+        return self._issue(program, "all_reduce", unit, 2 * self._share(outgoing), on=out)
 
     def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> None:
         """Set ``out`` to this rank's slice of the first rank's ``whole``."""
@@ -165,7 +166,7 @@ class Axis:
             return
         program = self._transport(whole).scatter(self._peers_for(whole), whole, out, _TAG_BASE + tag)
         sent = self._fraction(whole) if self.rank == 0 else 0
-        self._issue(program, "broadcast", unit, sent).finish()
+        self._issue(program, "broadcast", unit, sent, on=out).finish()
 
     def broadcast(self, values: Tensor, unit: str, tag: int) -> None:
         """Replace the flat ``values`` by the first rank's."""
@@ -173,7 +174,7 @@ class Axis:
             return
         program = self._transport(values).broadcast(self._peers_for(values), values, _TAG_BASE + tag)
         sent = values.nbytes * self._transport(values).broadcast_copies(self.size) if self.rank == 0 else 0
-        self._issue(program, "broadcast", unit, sent).finish()
+        self._issue(program, "broadcast", unit, sent, on=values).finish()
 
     def combine(self, values: Tensor, op: str, *, maximum: bool = False) -> Collective | None:
         """Replace a handful of ``values`` (1-D) by their sum or maximum over the axis; a control message."""
@@ -181,7 +182,7 @@ class Axis:
             return None
         met(self.ranks)
         program = self._transport(values).combine(self._peers_for(values), values, maximum, _CONTROL_TAGS[op])
-        return self._issue(program, op, "", values.nbytes * (self.size - 1))
+        return self._issue(program, op, "", values.nbytes * (self.size - 1), on=values)
 
     def exchange_objects(self, own: T) -> list[T]:
         """Every rank's picklable object, in order of places. For messages to people, not for training."""
@@ -225,8 +226,10 @@ class Axis:
     def _share(self, outgoing: Outgoing) -> int:
         return outgoing.numel // self.size * (self.size - 1) * outgoing.dtype.itemsize
 
-    def _issue(self, program: Program, op: str, unit: str, sent: int) -> Collective:
-        return Collective(program, Label(op, unit, self.name), sent, self._ledger)
+    def _issue(self, program: Program, op: str, unit: str, sent: int, *, on: Tensor) -> Collective:
+        watched = self._reducing is not None and not on.is_cpu
+        monitor = monitor_of(self._peers) if watched and self._peers is not None else None
+        return Collective(program, Label(op, unit, self.name), sent, self._ledger, monitor)
 
 
 @dataclass(frozen=True)
