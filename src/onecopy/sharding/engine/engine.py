@@ -143,6 +143,9 @@ class Engine:
             self.mesh,
             (lambda: self._forward.seen + self._backward.seen) if alike else None,
         )
+        if alike:
+            for unit in self.units:
+                unit.remember_visits()
         released = [bucket for bucket in self._buckets if self.stage.shards_parameters and bucket.is_own_memory]
         self._saved = SavedWeights(released, self._gather_saved)
         for bucket in self._buckets:
