@@ -36,18 +36,21 @@ class Versions:
         self._is_laid_out = False
         self._in_step = False
         # What is cast on the way must be asked for, or cast copies would lie about.
-        often = [uses if bucket.dtypes.compute == bucket.dtypes.master else 0 for bucket in buckets]
-        shelves = axis.make_shelves([bucket.tag for bucket in buckets], often)
+        often = [uses if bucket.dtypes.compute == bucket.lent_dtype else 0 for bucket in buckets]
+        fetchable = all(bucket.is_fetchable for bucket in buckets)
+        shelves = axis.make_shelves([bucket.tag for bucket in buckets], often) if fetchable else None
         self.reads_freely = shelves is not None
         for position, bucket in enumerate(buckets):
             bucket.before_write = self.before_write
             bucket.shelf = None if shelves is None else shelves[position]
 
-    def lay_out(self) -> None:
-        """Let other ranks read what the slices hold now."""
+    def lay_out(self, *, before_write: bool = False) -> None:
+        """Let other ranks read what the slices hold now. ``before_write``: writes have been announced, to be made."""
         if self._is_laid_out:
             return
         self._is_laid_out = True
+        for bucket in self._buckets:
+            bucket.masters.catch_up(stays_behind=before_write)
         for bucket in self._buckets if self.reads_freely else ():
             if bucket.device.type == "cpu":
                 bucket.lay_out(self._number)
@@ -56,7 +59,7 @@ class Versions:
         """A slice is about to change; every rank comes here. One of a step's writes waits for the readers."""
         if self._in_step and not self._is_laid_out:
             return
-        self.lay_out()
+        self.lay_out(before_write=True)
         if self.reads_freely:
             for bucket in self._buckets:
                 # A gather that was begun ahead, of what the forward then did not come to.

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.engine.engine import Engine
+from onecopy.sharding.setup.paged import end_paged_step, page_step
 from onecopy.sharding.tensor.files import describe_difference, is_saved, refuse_pickle
 from onecopy.sharding.tensor.pending import PendingGradient
 from onecopy.sharding.tensor.recorded import remember_mesh
@@ -99,7 +100,10 @@ def _sliced_state(value: Any, slicing: Slicing) -> Any:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Returns other arguments where a closure computes the gradients, for they cannot be checked before it has run."""
+    """Returns other arguments where a closure computes the gradients, for they cannot be checked before it has run.
+
+    So it does where parameters rest in files (`paged.py`).
+    """
     engines = _engines_of(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -118,10 +122,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         # Raised as it stands, the error would only make the compiler give this frame up and compile the next.
         torch.compiler.disable(_refuse_compiled_step)()
     _slice_states(optimizer)
+    stores = next((engine.stores for engine in engines if engine.stores and engine.stores.optimizer), None)
+    if stores is not None:
+        args = (page_step(optimizer, stores), *args[1:])
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _gradients_are_there(optimizer, engines)
-        return None
+        return (args, kwargs) if stores is not None else None
 
     def checked() -> Any:
         loss = closure()
@@ -165,6 +172,7 @@ def _gradients_are_there(optimizer: Optimizer, engines: list[Engine]) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if engines := _engines_of(optimizer):
+        end_paged_step(optimizer, args[0])
         nbytes = _state_bytes(optimizer)
         for engine in engines:
             engine.step_done(optimizer, nbytes)
@@ -221,7 +229,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
         # Some optimizers keep what belongs to no parameter beside the parameters' states.
         for value in states.values() if isinstance(states, dict) else (states,):
             if isinstance(value, SlicedTensor):
-                total += value.local.nbytes
+                total += value.held_bytes
             elif isinstance(value, Tensor):
                 total += value.nbytes
     return total
