@@ -242,7 +242,7 @@ class Bucket:
         if type(whole) is nn.Parameter:
             whole.__class__ = WholeParameter
         for attribute, value in vars(found.parameter).items():
-            if attribute not in vars(sliced):
+            if attribute not in (*vars(sliced), "local"):
                 setattr(sliced, attribute, value)
                 setattr(whole, attribute, value)
         node = get_gradient_edge(whole).node if self.trainable else None
