@@ -41,8 +41,11 @@ _PREFIX: Final = "onecopy-states-"
 _ATTEMPTS: Final = 8
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 
-Booking = Callable[[str, int, float, float], None]
-"""Told of a finished transfer: "to disk" or "from disk", bytes, seconds from issue to end, seconds waited for it."""
+Booked = Callable[[float, float], None]
+"""Told of the end of a transfer: seconds from issue to end, and seconds that somebody waited for it."""
+
+Booking = Callable[[str, int], Booked]
+"""Told of a transfer that begins: "to disk" or "from disk", and its bytes."""
 
 
 def round_up(nbytes: int) -> int:
@@ -57,10 +60,10 @@ class Transfer:
         keep: what holds the memory.
     """
 
-    def __init__(self, pieces: Sequence[Future[float]], keep: object, booking: Callable[[float, float], None]) -> None:
+    def __init__(self, pieces: Sequence[Future[float]], keep: object, booked: Booked | None) -> None:
         self._pieces = pieces
         self._keep = keep
-        self._booking: Callable[[float, float], None] | None = booking
+        self._booked = booked
         self._began = perf_counter()
         self._lock = threading.Lock()
 
@@ -90,9 +93,9 @@ class Transfer:
         waited = perf_counter()
         errors = [error for piece in self._pieces if (error := piece.exception()) is not None]
         ended = max((piece.result() for piece in self._pieces), default=waited) if not errors else waited
-        if self._booking is not None:
-            self._booking(ended - self._began, perf_counter() - waited)
-        self._booking = self._keep = None
+        if self._booked is not None:
+            self._booked(ended - self._began, perf_counter() - waited)
+        self._booked = self._keep = None
         if errors:
             raise errors[0]
 
@@ -102,7 +105,7 @@ class File:
 
     Args:
         directory: where it lies; made if it is missing.
-        booking: told of each transfer that was waited for.
+        booking: told of each transfer.
 
     Attributes:
         is_direct: whether bytes move past the page cache.
@@ -175,12 +178,7 @@ class File:
             work = self._read_piece if op == "from disk" else self._write_piece
             pieces.append(self._threads.submit(work, address + position - start, position, stop - position))
             position = stop
-
-        def book(seconds: float, exposed: float) -> None:
-            if self._booking is not None:
-                self._booking(op, nbytes, seconds, exposed)
-
-        return Transfer(pieces, memory, book)
+        return Transfer(pieces, memory, self._booking(op, nbytes) if self._booking is not None else None)
 
     # --- in the threads
 

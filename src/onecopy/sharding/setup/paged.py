@@ -103,7 +103,9 @@ class PagedGroups(list[dict[str, Any]]):
             UsageError: if they differ between parts of one group.
         """
         found: dict[int, dict[str, Any]] = {}
-        for group, part in zip(self._groups, self, strict=True):
+        # By number: to walk them would page.
+        for number, group in enumerate(self._groups):
+            part = self[number]
             values = {name: value for name, value in part.items() if name != "params"}
             earlier = found.setdefault(id(group), values)
             different = [name for name in values if not _same(values[name], earlier.get(name))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from onecopy.memory.store.files import File
+from onecopy.memory.store.files import Booked, File
 from onecopy.memory.store.offload import HOST, Offload
 from onecopy.memory.store.pool import Pool
 from onecopy.observe.ledger import Ledger
@@ -21,9 +21,14 @@ def make_stores(offload: Offload, meter: Meter, ledger: Ledger) -> Stores:
     """
     booked = threading.Lock()
 
-    def book(op: str, nbytes: int, seconds: float, exposed: float) -> None:
-        with booked:
-            ledger.record(op, "", "", phase=ledger.phase, sent=nbytes, seconds=seconds, exposed=exposed)
+    def book(op: str, nbytes: int) -> Booked:
+        phase = ledger.phase
+
+        def ended(seconds: float, exposed: float) -> None:
+            with booked:
+                ledger.record(op, "", "", phase=phase, sent=nbytes, seconds=seconds, exposed=exposed)
+
+        return ended
 
     files: dict[object, File] = {}
 
