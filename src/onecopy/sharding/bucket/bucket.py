@@ -387,6 +387,7 @@ class Bucket:
 
     def start_gather(self, *, backward: bool) -> None:
         """Begin to make the parameters whole, unless they are or it has begun. Sends (N-1)/N of the bucket."""
+        self.masters.await_lent()
         if self.state is not State.SLICED:
             return
         if self.device.type == "meta":
@@ -403,12 +404,12 @@ class Bucket:
         if message is Message.MASTERS and self.masters.lends_copy:
             with self.masters.opened(write=False) as master:
                 mine = self._own_part(whole).copy_(master)
-        elif mine is None:
+        elif mine is None or mine.device.type != whole.device.type:
             return Fetching(self.masters, self._own_part(whole), partial(self._gather_together, whole, message))
         elif self.shelf is not None and self.shelf.laid is not None:
             return axis.gather(self.shelf, whole, self._version, self.unit)
-        elif (whole.dtype != mine.dtype and axis.size > 1) or whole.device != mine.device:
-            mine = self._own_part(whole).copy_(mine, non_blocking=True)
+        elif whole.dtype != mine.dtype and axis.size > 1:
+            mine = self._own_part(whole).copy_(mine)
         return axis.all_gather(mine, whole, self.unit, self.tag + message)
 
     def _gather_together(self, whole: Tensor, message: Message) -> Collective | None:

@@ -33,6 +33,8 @@ from onecopy.memory.strides import memory_order
 from onecopy.sharding.bucket.arrived import ArrivedGradients
 from onecopy.sharding.bucket.bucket import POISON, Bucket, Entry, Message
 from onecopy.sharding.bucket.flat import FlatBuffer
+from onecopy.sharding.bucket.host import HostGradients
+from onecopy.sharding.bucket.masters import MastersOnHost
 from onecopy.sharding.bucket.resting_gradients import RestingGradients
 from onecopy.sharding.tensor.narrow import gradient_slice
 from onecopy.sharding.tensor.pending import PendingGradient
@@ -134,7 +136,7 @@ class Gradients:
         self._sums_in_place = bucket.dtypes.compute == bucket.dtypes.accumulate and not any(bucket.specs)
         self._lends = False
         self._slice_bytes = bucket.layout.slice_numel * bucket.dtypes.accumulate.itemsize
-        self._resting = RestingGradients(bucket) if bucket.masters.pages is not None else None
+        self._resting = _store_of(bucket)
         # Weak, because torch's C++ side holds the hook where Python's garbage collector does not see it.
         this = weakref.ref(self)
         for position, gradient in enumerate(self._gradients):
@@ -356,6 +358,13 @@ class Gradients:
             if collective := axis.all_reduce(outgoing, reduced, bucket.unit, tag):
                 yield collective
                 outgoing = Flat(reduced, bucket.dtypes.reduce)
+
+
+def _store_of(bucket: Bucket) -> RestingGradients | HostGradients | None:
+    """Where reduced gradients go; None: they stay on the device."""
+    if bucket.masters.pages is not None:
+        return RestingGradients(bucket)
+    return HostGradients(bucket, bucket.masters.copies) if isinstance(bucket.masters, MastersOnHost) else None
 
 
 def _arrive(gradients: weakref.ref[Gradients], position: int, whole: Tensor) -> None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from onecopy.comm.collective import Collective
 from onecopy.memory.store.files import File
 from onecopy.memory.store.pages import Page, Pages
 from onecopy.memory.store.pool import Pool
+from onecopy.sharding.bucket.host import Booking, Copies
 from onecopy.sharding.tensor.precision import Dtypes
 from onecopy.sharding.tensor.resting import RestingTensor
 from onecopy.sharding.tensor.sliced import Slicing
@@ -68,6 +70,7 @@ class Stores:
 
     Attributes:
         optimizer: the file of masters, optimizer states and gradients; None: host memory.
+        booking: told of copies between a device and the host.
         parameters: the file of what gathers read; None: host memory if ``parameters_on_host``, else the device.
         pool: memory into which pages are brought.
         outbox: for what is written beside computing.
@@ -77,9 +80,17 @@ class Stores:
     optimizer: File | None
     parameters: File | None
     parameters_on_host: bool
+    booking: Booking
     pool: Pool
     outbox: Outbox = field(default_factory=Outbox)
+    _copies: dict[torch.device, Copies] = field(default_factory=dict)
     walks: list[Walk] = field(default_factory=list)
+
+    def copies_of(self, device: torch.device) -> Copies:
+        """What copies between ``device`` and the host."""
+        if device not in self._copies:
+            self._copies[device] = Copies(device, self.booking)
+        return self._copies[device]
 
 
 class Fetching:
@@ -142,8 +153,11 @@ class Masters:
                 self.lend(master)
             self._is_ahead = stays_behind
 
+    def await_lent(self) -> None:
+        """What computes from now on may read ``lent``."""
+
     def fetch(self, into: Tensor) -> Callable[[], None]:
-        """Begin to read what gathers read, where that is in a file, into ``into``. Returns what waits for it."""
+        """Begin to read what gathers read, where that is elsewhere, into ``into``. Returns what waits for it."""
         raise AssertionError
 
     def resting(self, start: int, slicing: Slicing, on_write: Callable[[], None]) -> RestingTensor:
@@ -152,7 +166,7 @@ class Masters:
 
 
 class MastersOnHost(Masters):
-    """Masters in host memory, what gathers read beside them or on the device."""
+    """Masters in the host memory of an accelerator, what gathers read beside them or on the device."""
 
     def __init__(self, numel: int, dtypes: Dtypes, device: torch.device, stores: Stores) -> None:
         self.pages = None
@@ -160,7 +174,35 @@ class MastersOnHost(Masters):
         home = _HOST if stores.parameters_on_host else device
         self.lent = torch.zeros(numel, dtype=dtypes.compute, device=home, pin_memory=home == _HOST)
         self.lends_copy = True
+        self.copies = stores.copies_of(device)
         self._is_ahead = False
+        self._copied: torch.Event | None = None
+
+    def write_begins(self) -> None:
+        self._is_ahead = True
+        if self._copied is not None:
+            # What was lent last is still being read from the memory that is about to change.
+            self._copied.synchronize()
+            self._copied = None
+
+    def lend(self, master: Tensor) -> None:
+        assert self.lent is not None
+        self._is_ahead = False
+        if self.lent.device == _HOST:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self.lent.copy_(master)
+        else:
+            self._copied = self.copies.from_host(master, self.lent)
+
+    def await_lent(self) -> None:
+        if self._copied is not None:
+            self.copies.wait(self._copied)
+
+    def fetch(self, into: Tensor) -> Callable[[], None]:
+        assert self.lent is not None
+        event = self._copied = self.copies.from_host(self.lent, into)
+        return partial(self.copies.wait, event)
 
 
 class MastersInFile(Masters):

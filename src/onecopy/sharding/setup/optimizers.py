@@ -25,7 +25,7 @@ from onecopy.sharding.setup.paged import end_paged_step, page_step
 from onecopy.sharding.tensor.files import describe_difference, is_saved, refuse_pickle
 from onecopy.sharding.tensor.pending import PendingGradient
 from onecopy.sharding.tensor.recorded import remember_mesh
-from onecopy.sharding.tensor.sliced import SlicedTensor, Slicing
+from onecopy.sharding.tensor.sliced import SlicedTensor
 
 _REPLACED = "_onecopy_replaced"
 _hooked = False
@@ -85,10 +85,11 @@ def remap(optimizer: Optimizer, replacements: Mapping[nn.Parameter, SlicedTensor
         if parameter not in optimizer.state:
             continue
         states = optimizer.state.pop(parameter)
-        optimizer.state[sliced] = {name: _sliced_state(value, sliced.slicing) for name, value in states.items()}
+        optimizer.state[sliced] = {name: _sliced_state(value, sliced) for name, value in states.items()}
 
 
-def _sliced_state(value: Any, slicing: Slicing) -> Any:
+def _sliced_state(value: Any, parameter: SlicedTensor) -> Any:
+    slicing = parameter.slicing
     if (
         isinstance(value, SlicedTensor)
         or not isinstance(value, Tensor)
@@ -96,7 +97,7 @@ def _sliced_state(value: Any, slicing: Slicing) -> Any:
         or not slicing.shape
     ):
         return value
-    return SlicedTensor(slicing.cut(value).clone(), slicing)
+    return SlicedTensor(slicing.cut(value).to(parameter.device, copy=True), slicing)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -199,7 +200,7 @@ def _slice_states(optimizer: Optimizer) -> None:
             continue
         loaded = [name for name, value in states.items() if _is_loaded(value, parameter)]
         for name in loaded:
-            states[name] = _adopted(states[name], parameter.slicing)
+            states[name] = _adopted(states[name], parameter)
         if states and not loaded:
             # States are loaded all at once: where one belongs to the model, all do.
             return
@@ -212,9 +213,10 @@ def _is_loaded(value: Any, parameter: SlicedTensor) -> bool:
     return (type(value) is Tensor or is_dtensor(value)) and value.dim() > 0 and value.shape == parameter.shape
 
 
-def _adopted(value: Any, slicing: Slicing) -> Any:
+def _adopted(value: Any, parameter: SlicedTensor) -> Any:
+    slicing = parameter.slicing
     if not isinstance(value, SlicedTensor):
-        return _sliced_state(value, slicing)
+        return _sliced_state(value, parameter)
     if not slicing.matches(value.slicing):
         raise UsageError(
             f"a state of the optimizer does not belong here: {describe_difference(slicing, value.slicing)}"
