@@ -59,11 +59,17 @@ class Copies:
             self.wait(earlier)
         return event
 
-    def from_host(self, source: Tensor, into: Tensor) -> torch.Event:
-        """Begin to copy pinned memory into ``into``, which nobody uses before `wait`, or gives back."""
+    def from_host(self, source: Tensor, into: Tensor, *, stays: bool) -> torch.Event:
+        """Begin to copy pinned memory into ``into``, which nobody uses before `wait`.
+
+        Args:
+            stays: ``into`` is there as long as the model is, and may be dropped with it before anybody waits.
+        """
         self._booking("from host", source.nbytes)
         with self._beside() as event:
             into.copy_(source, non_blocking=True)
+        if stays:
+            into.record_stream(self._stream)
         return event
 
     def settle(self) -> None:

@@ -193,7 +193,7 @@ class MastersOnHost(Masters):
                 self._copied.synchronize()
             self.lent.copy_(master)
         else:
-            self._copied = self.copies.from_host(master, self.lent)
+            self._copied = self.copies.from_host(master, self.lent, stays=True)
 
     def await_lent(self) -> None:
         if self._copied is not None:
@@ -201,7 +201,7 @@ class MastersOnHost(Masters):
 
     def fetch(self, into: Tensor) -> Callable[[], None]:
         assert self.lent is not None
-        event = self._copied = self.copies.from_host(self.lent, into)
+        event = self._copied = self.copies.from_host(self.lent, into, stays=False)
         return partial(self.copies.wait, event)
 
 
