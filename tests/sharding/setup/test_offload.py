@@ -189,6 +189,48 @@ def test_states_and_gradients_rest_and_take_no_memory(tmp_path: Path) -> None:
     assert small["parameters_sliced"] == small["gradients_sliced"] == 0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_bytes_on_disk_and_moved_are_those_of_the_formulas(num_ranks: int, tmp_path: Path) -> None:
+    """ZeRO-Infinity's states with AdamW, of P elements a rank: 16 P rest; a step reads 16 P and writes 12 P.
+
+    A backward writes 4 P more. In bf16 stage 3 reads 2 P of parameters in forward and as much in backward, and a step
+    writes 2 P of them.
+    """
+
+    def run(rank: int) -> None:
+        for stage, parameters, wide in ((2, False, True), (3, True, True), (3, True, False)):
+            settings: dict[str, Any] = {} if wide else {"precision": "bf16"}
+            offload = Offload(tmp_path, tmp_path if parameters else None)
+            model = onecopy.shard(seeded(Stack, 64), stage, offload=offload, **settings)
+            optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+            for _ in range(3):
+                model(torch.ones(2, 64), torch.ones(2, 3)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            numels = [b.layout.slice_numel for unit in engine_of(model).units for b in unit.buckets]
+            p = sum(numels)
+            step = onecopy.ledger(model).last_step
+            assert step is not None
+            read, written = step.bytes_sent("from disk", "step"), step.bytes_sent("to disk", "step")
+            # A step moves whole blocks of 4096 bytes.
+            blocks = 4096 * sum(-(-4 * n // 4096) for n in numels)
+            assert (read, written) == (4 * blocks, 3 * blocks + (0 if wide else 2 * p))
+            assert step.bytes_sent("to disk", "backward") == 4 * p
+            # The last unit is kept from forward to backward where nothing comes in between.
+            both = step.bytes_sent("from disk", "forward"), step.bytes_sent("from disk", "backward")
+            width = 0 if not parameters else 4 if wide else 2
+            assert both[0] == width * p
+            assert 0.5 * width * p <= both[1] <= width * p
+            moved = onecopy.meter(model).off_device
+            assert moved["parameters_sliced, on disk"] == (4 if wide else 6) * p
+            assert moved["gradients_sliced, on disk"] == 4 * p
+            assert moved["optimizer, on disk"] == 8 * p
+            assert "optimizer, on disk" in onecopy.meter(model).table()
+            assert onecopy.meter(model).live["parameters_sliced"] == (0 if parameters else 4 * p)
+
+    run_ranks(num_ranks, run)
+
+
 # --- what loops do
 
 

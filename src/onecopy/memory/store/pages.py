@@ -8,8 +8,10 @@ brought is a tensor in memory, ``at_hand``, until it is put away again.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +27,7 @@ class Page:
     Args:
         file: where it rests; it holds zeros at first.
         numel: its elements.
+        count: told of its bytes as they are taken, and of their negative as they are given back.
 
     Attributes:
         at_hand: its elements while it is in memory, else None.
@@ -33,7 +36,14 @@ class Page:
         pages: those to which it belongs; None of a page alone.
     """
 
-    def __init__(self, file: File, numel: int, dtype: torch.dtype, pages: Pages | None = None) -> None:
+    def __init__(
+        self,
+        file: File,
+        numel: int,
+        dtype: torch.dtype,
+        pages: Pages | None = None,
+        count: Callable[[int], None] | None = None,
+    ) -> None:
         self.numel = numel
         self.dtype = dtype
         self.nbytes = numel * dtype.itemsize
@@ -44,6 +54,9 @@ class Page:
         self._file = file
         self._start = file.extend(self.nbytes)
         self._under_way: Transfer | None = None
+        if count is not None:
+            count(self.nbytes)
+            weakref.finalize(self, count, -self.nbytes).atexit = False
 
     def settle(self) -> None:
         """Wait for what is under way between memory and the file, and raise what went wrong with it."""
@@ -134,17 +147,26 @@ class Pages:
         file: where they rest.
         numel: elements of each.
         master, gradient: dtypes of these; None where nothing is trained.
+        count: told of a page's bytes, and of which of the meter's categories they are.
 
     Attributes:
         on_change: called with the master that is at hand when a step has changed it.
         nursery: where new states are to be made while an optimizer's first step runs; None at other times.
     """
 
-    def __init__(self, file: File, numel: int, master: torch.dtype, gradient: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        file: File,
+        numel: int,
+        master: torch.dtype,
+        gradient: torch.dtype | None,
+        count: Callable[[str, int], None] = lambda category, nbytes: None,
+    ) -> None:
         self._file = file
         self._numel = numel
-        self.master = Page(file, numel, master, self)
-        self.gradient = Page(file, numel, gradient, self) if gradient is not None else None
+        self._count = count
+        self.master = self._page(master, "parameters_sliced")
+        self.gradient = self._page(gradient, "gradients_sliced") if gradient is not None else None
         self.on_change: Callable[[Tensor], None] | None = None
         self.nursery: Region | None = None
         self._states: WeakKeyDictionary[object, dict[tuple[str, torch.dtype], Page]] = WeakKeyDictionary()
@@ -157,8 +179,11 @@ class Pages:
         """
         own = self._states.setdefault(owner, {})
         if (name, dtype) not in own:
-            own[name, dtype] = Page(self._file, self._numel, dtype, self)
+            own[name, dtype] = self._page(dtype, "optimizer")
         return own[name, dtype]
+
+    def _page(self, dtype: torch.dtype, category: str) -> Page:
+        return Page(self._file, self._numel, dtype, self, partial(self._count, category))
 
     def states_of(self, owner: object) -> list[Page]:
         """All that ``owner`` keeps."""

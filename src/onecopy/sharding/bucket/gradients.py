@@ -170,9 +170,10 @@ class Gradients:
 
     @property
     def sliced_bytes(self) -> int:
-        """Bytes of this rank's slices in `p.grad`."""
+        """Bytes of this rank's slices in `p.grad`, on the device."""
         found = [g.sliced.grad for g in self._gradients if not g.is_pending]
-        return sum(gradient.held_bytes for gradient in found if isinstance(gradient, SlicedTensor))
+        slices = [gradient for gradient in found if isinstance(gradient, SlicedTensor)]
+        return sum(g.held_bytes for g in slices if g.device.type == self._bucket.device.type)
 
     @property
     def device(self) -> torch.device:

@@ -10,6 +10,7 @@ from which a copy is still made. A device that has copied little is not run ahea
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from onecopy.observe.meter import IN_HOST_MEMORY
 from onecopy.sharding.tensor.awaited import AwaitedTensor
 from onecopy.sharding.tensor.narrow import gradient_slice
 from onecopy.sharding.tensor.sliced import SlicedTensor
@@ -116,7 +118,10 @@ class HostGradients:
         """
         self.is_put = True
         if self._memory is None:
-            self._memory = torch.empty_like(reduced, device="cpu", pin_memory=True)
+            memory = self._memory = torch.empty_like(reduced, device="cpu", pin_memory=True)
+            meter = self._bucket.meter
+            meter.add_off_device("gradients_sliced", memory.nbytes, IN_HOST_MEMORY)
+            weakref.finalize(self, meter.add_off_device, "gradients_sliced", -memory.nbytes, IN_HOST_MEMORY)
         elif self._event is not None:
             self._copies.wait(self._event)
         for found, local in zip(present, self._bucket.split(reduced), strict=True):

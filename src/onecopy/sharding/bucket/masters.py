@@ -15,6 +15,7 @@ Frozen buckets have no optimizer: their slice rests where parameters do, and is 
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from onecopy.comm.collective import Collective
 from onecopy.memory.store.files import File
 from onecopy.memory.store.pages import Page, Pages
 from onecopy.memory.store.pool import Pool
+from onecopy.observe.meter import IN_HOST_MEMORY, ON_DISK, Meter
 from onecopy.sharding.bucket.host import Booking, Copies
 from onecopy.sharding.tensor.precision import Dtypes
 from onecopy.sharding.tensor.resting import RestingTensor
@@ -71,6 +73,7 @@ class Stores:
     Attributes:
         optimizer: the file of masters, optimizer states and gradients; None: host memory.
         booking: told of copies between a device and the host.
+        meter: where bytes are counted.
         parameters: the file of what gathers read; None: host memory if ``parameters_on_host``, else the device.
         pool: memory into which pages are brought.
         outbox: for what is written beside computing.
@@ -81,6 +84,7 @@ class Stores:
     parameters: File | None
     parameters_on_host: bool
     booking: Booking
+    meter: Meter
     pool: Pool
     outbox: Outbox = field(default_factory=Outbox)
     _copies: dict[torch.device, Copies] = field(default_factory=dict)
@@ -126,9 +130,9 @@ class Masters:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory, on the device or on the host."""
-        own = self.in_memory.nbytes if self.in_memory is not None else 0
-        return own + (self.lent.nbytes if self.lends_copy and self.lent is not None else 0)
+        """Bytes on the device."""
+        assert self.in_memory is not None
+        return self.in_memory.nbytes
 
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
@@ -170,13 +174,21 @@ class MastersOnHost(Masters):
 
     def __init__(self, numel: int, dtypes: Dtypes, device: torch.device, stores: Stores) -> None:
         self.pages = None
+        self._device = device
         self.in_memory = torch.zeros(numel, dtype=dtypes.master, pin_memory=True)
         home = _HOST if stores.parameters_on_host else device
         self.lent = torch.zeros(numel, dtype=dtypes.compute, device=home, pin_memory=home == _HOST)
         self.lends_copy = True
         self.copies = stores.copies_of(device)
+        on_host = self.in_memory.nbytes + (self.lent.nbytes if home == _HOST else 0)
+        stores.meter.add_off_device("parameters_sliced", on_host, IN_HOST_MEMORY)
+        weakref.finalize(self, stores.meter.add_off_device, "parameters_sliced", -on_host, IN_HOST_MEMORY)
         self._is_ahead = False
         self._copied: torch.Event | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        return _on_device(self.lent, self._device)
 
     def write_begins(self) -> None:
         self._is_ahead = True
@@ -211,11 +223,13 @@ class MastersInFile(Masters):
     def __init__(self, numel: int, dtypes: Dtypes, device: torch.device, stores: Stores, *, trainable: bool) -> None:
         file = stores.optimizer if trainable else stores.parameters
         assert file is not None
-        self.pages = Pages(file, numel, dtypes.master, dtypes.accumulate if trainable else None)
+        count = partial(_count_on_disk, stores.meter)
+        self.pages = Pages(file, numel, dtypes.master, dtypes.accumulate if trainable else None, count)
         self.pages.on_change = self.lend
         self.in_memory = None
         self._lent_changes = 0
         self._stores = stores
+        self._device = device
         self._page: Page | None = None
         if stores.parameters is None:
             home = _HOST if stores.parameters_on_host else device
@@ -224,8 +238,15 @@ class MastersInFile(Masters):
         else:
             self.lent = None
             is_master = not trainable or (stores.parameters is file and dtypes.compute == dtypes.master)
-            self._page = self.pages.master if is_master else Page(stores.parameters, numel, dtypes.compute)
+            counted = partial(count, "parameters_sliced")
+            self._page = (
+                self.pages.master if is_master else Page(stores.parameters, numel, dtypes.compute, count=counted)
+            )
         self.lends_copy = self._page is not self.pages.master
+
+    @property
+    def held_bytes(self) -> int:
+        return _on_device(self.lent, self._device)
 
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
@@ -268,6 +289,14 @@ class MastersInFile(Masters):
     def resting(self, start: int, slicing: Slicing, on_write: Callable[[], None]) -> RestingTensor:
         assert self.pages is not None
         return RestingTensor(self.pages.master, start, slicing, on_write=on_write)
+
+
+def _on_device(lent: Tensor | None, device: torch.device) -> int:
+    return lent.nbytes if lent is not None and lent.device.type == device.type else 0
+
+
+def _count_on_disk(meter: Meter, category: str, nbytes: int) -> None:
+    meter.add_off_device(category, nbytes, ON_DISK)
 
 
 def make_masters(

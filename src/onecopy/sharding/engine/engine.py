@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
 from onecopy.observe.ledger import Ledger
-from onecopy.observe.meter import Meter
+from onecopy.observe.meter import IN_HOST_MEMORY, Meter
 from onecopy.sharding.bucket.bucket import Bucket
 from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.bucket.saved import SavedWeights
@@ -468,7 +468,10 @@ class Engine:
         self.versions.step_ends()
         self.micro_batches.stepped()
         self._state_bytes[optimizer] = state_bytes
-        self.meter.set("optimizer", sum(self._state_bytes.values()))
+        if self.stores is None or self._buckets[0].device.type == "cpu":
+            self.meter.set("optimizer", sum(self._state_bytes.values()))
+        else:
+            self.meter.set_off_device("optimizer", sum(self._state_bytes.values()), IN_HOST_MEMORY)
         if (timeline := self.ledger.timeline) is not None:
             timeline.add("optimizer step", "compute", "step", "", self._step_began, perf_counter())
         self.ledger.close_step()

@@ -45,6 +45,7 @@ def make_stores(offload: Offload, meter: Meter, ledger: Ledger) -> Stores:
 
     return Stores(
         booking=book_copy,
+        meter=meter,
         optimizer=file_for("optimizer"),
         parameters=file_for("parameters"),
         parameters_on_host=offload.parameters == HOST,
