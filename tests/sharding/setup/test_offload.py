@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_optimizers import ELEMENTWISE
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -92,6 +93,13 @@ def test_host_memory_is_where_states_of_the_cpu_rest_already() -> None:
         assert onecopy.meter(model).live == onecopy.meter(plain).live
 
     run_ranks(2, run)
+
+
+def test_masters_that_are_too_narrow_are_refused(tmp_path: Path) -> None:
+    model = Stack().to(torch.bfloat16)
+    with pytest.raises(SettingsError, match=r'pass precision="bf16"'):
+        onecopy.shard(model, 2, offload=Offload(optimizer=tmp_path))
+    assert type(next(model.parameters())) is nn.Parameter
 
 
 # --- parity
@@ -334,6 +342,19 @@ def test_parameters_that_some_ranks_or_none_use(tmp_path: Path) -> None:
             _both(rank, tmp_path, loop, stage, kind=Halves, units=[nn.Linear])
 
     run_ranks(2, run)
+
+
+def test_hybrid_sharding_keeps_each_copy_in_its_ranks_own_file(tmp_path: Path) -> None:
+    def loop(model: nn.Module, rank: int) -> Any:
+        batches = [part(b, rank, 4) for b in vector_batches(3)]
+        return train(model, AdamW(model.parameters(), lr=1e-2), batches, clip=0.5).losses
+
+    def run(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for stage, parameters in ((2, False), (3, True)):
+            _both(rank, tmp_path, loop, stage, parameters, mesh=mesh)
+
+    run_ranks(4, run)
 
 
 def test_frozen_parameters_rest_where_parameters_do(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from onecopy.sharding.setup.preconditions import (
     check_count,
     check_holds_once,
     check_kind,
+    check_masters_are_wide,
     check_not_hooked,
     check_not_sharded,
 )
@@ -155,6 +156,8 @@ def shard(
         scopes = kept | leave_small_to_root(scopes)
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
+    if offload is not None:
+        check_masters_are_wide(scopes, dtypes, offload)
     device = next(item.parameter.device for found in scopes.values() for item in found)
     check_not_hooked(scopes)
     if optimizer is not None:
