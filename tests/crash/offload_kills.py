@@ -129,7 +129,7 @@ def kill_at_random(place: Path, kills: int, seed: int = 0) -> Tally:
     """
     chance = random.Random(seed)
     expected = run_ranks(2, _without_offload, timeout=120)[0]
-    tally = Tally()
+    tally, known = Tally(), 0
     while tally.kills < kills:
         victims = VICTIMS[tally.trials % len(VICTIMS)]
         moments: dict[int, float] = {rank: chance.uniform(0.0, LONGEST) for rank in victims}
@@ -142,11 +142,14 @@ def kill_at_random(place: Path, kills: int, seed: int = 0) -> Tally:
         tally.trials += 1
         tally.kills += len(victims)
         last, found = run_ranks(1, _look, place, group=False)[0]
-        assert last <= found <= last + 1, (last, found)
+        # The one after it may have been committed when the kill came before rank 0 could note it.
+        assert last <= found <= max(last, known) + 1, (last, found, known)
+        known = found
         tally.resumed += found > 0
         if found >= STEPS:
             shutil.rmtree(place / "c")
             (place / "told").unlink()
+            known = 0
     return tally
 
 
