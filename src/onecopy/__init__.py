@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.save import save
     from onecopy.checkpoint.writing import Saving
     from onecopy.integrations.deepspeed import from_deepspeed
+    from onecopy.memory.store.offload import Offload
     from onecopy.observe.ledger import Entry, Ledger, Traffic
     from onecopy.sharding.setup.api import arena, ledger, meter, padded_numel, shard
     from onecopy.sharding.setup.averages import Ema, ema
@@ -34,6 +35,7 @@ __all__ = [
     "Exported",
     "Ledger",
     "Loaded",
+    "Offload",
     "Precision",
     "Profile",
     "Saving",
@@ -64,6 +66,7 @@ _HOMES = {
     "onecopy.checkpoint.pretrained": ("load_pretrained",),
     "onecopy.checkpoint.save": ("save",),
     "onecopy.checkpoint.writing": ("Saving",),
+    "onecopy.memory.store.offload": ("Offload",),
     "onecopy.observe.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
     "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),

@@ -63,7 +63,7 @@ def test_memory_of_a_dropped_model_is_given_back_once_all_ranks_have_met_twice()
         model = onecopy.shard(seeded(Stack), 3)
         engine = find_engine(model)
         assert engine is not None
-        kept = weakref.ref(engine.units[0].buckets[0].master)
+        kept = weakref.ref(engine.units[0].buckets[0].masters.in_memory)
         del engine
         del model
         gc.collect()

@@ -378,6 +378,30 @@ def test_planned_activations_stand_beside_measured(
     assert summary["planned"]["bytes_sent"] == pytest.approx(summary["bytes_sent_per_step"]["total"]["measured"])
 
 
+@pytest.mark.parametrize("size, stage, parameters", [(1, 3, True), (2, 2, False)])
+def test_job_with_states_on_disk_trains_like_the_one_in_memory_and_resumes(
+    tmp_path: Path, text: Path, size: int, stage: int, parameters: bool
+) -> None:
+    """Oracles: the same job without [offload], to the last bit, before and after it was interrupted; the meter."""
+    common = {"data__train": [str(text)], "parallel__stage": stage, "parallel__precision": "bf16"}
+    states = str(tmp_path / "states")
+    moved = common | {"offload__optimizer_on": states, "checkpoint__save_every": 2}
+    if parameters:
+        moved |= {"offload__parameters_on": states, "offload__units_ahead": 2}
+    expected, _ = run(tmp_path, size, **common)
+    records, summary = run(tmp_path, size, **moved)
+    assert losses(records) == losses(expected)
+    assert losses(records, "evaluation") == losses(expected, "evaluation")
+    checkpoints = next(path for path in sorted(tmp_path.glob("run*/checkpoints*"), reverse=True))
+    resumed, _ = run(tmp_path, size, **moved, checkpoint__resume=str(sorted(checkpoints.glob("step-*"))[0]))
+    assert losses(resumed) == losses(expected)[-len(losses(resumed)) :]
+    planned = summary["planned"]
+    assert planned["off_device"] == pytest.approx(summary["highest_off_device"])
+    for category in ("parameters_sliced", "optimizer"):
+        assert planned["memory"][category] == pytest.approx(summary["highest_memory"][category], rel=0.05), category
+    assert summary["highest_memory"]["communication"] <= planned["memory"]["communication"] * 1.05 + 16 * 4096
+
+
 def _tensorboard(directory: Path) -> dict[tuple[str, int], float]:
     """The event files' scalars, by name and step, as TensorBoard reads them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

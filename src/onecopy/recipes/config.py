@@ -114,6 +114,23 @@ class Activations(Section):
     )
 
 
+class Offload(Section):
+    """Where model states rest while nobody computes with them."""
+
+    optimizer_on: str = Field(
+        default="device",
+        description="Masters, optimizer states and gradients: 'device', 'cpu' for host memory, or a directory on a "
+        "disk. For stages 1 to 3; the result is the same to the last bit.",
+    )
+    parameters_on: str = Field(
+        default="device",
+        description="What stage 3 gathers parameters from: 'device', 'cpu' or a directory.",
+    )
+    units_ahead: int = Field(
+        default=1, ge=0, description="Units to bring ahead of the one that computes, in place of parallel.prefetch."
+    )
+
+
 class Optimizer(Section):
     """AdamW. Parameters with fewer than two dimensions are not decayed."""
 
@@ -198,6 +215,7 @@ class Config(Section):
     data: Data = Data()
     parallel: Parallel = Parallel()
     activations: Activations = Activations()
+    offload: Offload = Offload()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()
