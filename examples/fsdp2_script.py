@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/fsdp2_script.py
 
+What differs from the original:
+
     - from torch.distributed.fsdp import fully_shard
     + from onecopy.compat.fsdp2 import fully_shard
 """
