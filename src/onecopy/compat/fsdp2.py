@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from onecopy.errors import SettingsError, UsageError
+from onecopy.integrations.redirect import through_forward
 from onecopy.sharding.engine.engine import find_engine
 from onecopy.sharding.graph.tensors import Edits, replace_tensors
 from onecopy.sharding.setup.api import shard
@@ -327,16 +328,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
 
     @wraps(method)
-    def through_forward(*args: Any, **kwargs: Any) -> Any:
-        def once(*own: Any, **named: Any) -> Any:
-            # The method may call the module itself.
-            module.__dict__.pop("forward", None)
-            return method(*own, **named)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        return through_forward(module, method, *args, **kwargs)
 
-        module.__dict__["forward"] = once
-        try:
-            return module(*args, **kwargs)
-        finally:
-            module.__dict__.pop("forward", None)
-
-    module.__dict__[method_name] = through_forward
+    module.__dict__[method_name] = redirected

@@ -19,13 +19,11 @@ from onecopy.checkpoint.claim import release
 from onecopy.checkpoint.directory import is_checkpoint
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import load
-from onecopy.checkpoint.names import name_tensors
 from onecopy.checkpoint.save import save
+from onecopy.checkpoint.whole import whole_model
 from onecopy.compat.deepspeed.config import Config
 from onecopy.compat.deepspeed.scaling import Scaler
 from onecopy.errors import CheckpointError, SettingsError, UsageError
-from onecopy.sharding.tensor.single import gather_slices
-from onecopy.sharding.tensor.sliced import SlicedTensor
 from onecopy.untrusted import LONGEST_NAME, Refused, plain_name, read_plain
 
 _log = logging.getLogger("onecopy.compat.deepspeed")
@@ -281,16 +279,12 @@ class Engine(nn.Module):
         if self._settings.stage == 3 and not self._settings.gathers_on_save:
             _log.warning("nothing is saved: set zero_optimization.stage3_gather_16bit_weights_on_model_save")
             return False
-        named = name_tensors(self.module)
-        state: dict[str, Tensor] = {}
-        for name, tensor in named.tensors.items():
-            if exclude_frozen_parameters and name in named.parameters and not tensor.requires_grad:
-                continue
-            whole = gather_slices(tensor) if isinstance(tensor, SlicedTensor) else tensor.detach()
-            if self.global_rank == 0:
-                half = self._settings.half if whole.is_floating_point() else None
-                state[name] = whole.to("cpu", half or whole.dtype, copy=True)
-        state |= {alias: state[name] for alias, name in named.aliases.items() if name in state}
+        state = whole_model(
+            self.module,
+            keep=self.global_rank == 0,
+            dtype=self._settings.half,
+            trainable_only=exclude_frozen_parameters,
+        )
 
         def write() -> None:
             target = Path(save_dir)

@@ -9,19 +9,17 @@ from typing import Any, Final
 
 import accelerate
 from accelerate.utils import convert_file_size_to_int
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from onecopy.checkpoint.claim import release
 from onecopy.checkpoint.load import load
-from onecopy.checkpoint.names import name_tensors
 from onecopy.checkpoint.save import save
 from onecopy.checkpoint.save_pretrained import save_pretrained
+from onecopy.checkpoint.whole import whole_model
 from onecopy.errors import SettingsError
 from onecopy.integrations.accelerate.prepared import is_sharded, plain_optimizer, prepare_model
 from onecopy.sharding.setup.api import shard as shard_model
-from onecopy.sharding.tensor.single import gather_slices
-from onecopy.sharding.tensor.sliced import SlicedTensor
 
 _STATE: Final = "onecopy"
 """The directory inside a checkpoint of Accelerate's that holds sharded models and their optimizers."""
@@ -121,13 +119,7 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
-        named = name_tensors(model)
-        state: dict[str, Tensor] = {}
-        for name, tensor in named.tensors.items():
-            whole = gather_slices(tensor) if isinstance(tensor, SlicedTensor) else tensor.detach()
-            if self.is_main_process:
-                state[name] = whole.to("cpu", copy=True)
-        return state | {alias: state[name] for alias, name in named.aliases.items() if name in state}
+        return whole_model(model, keep=self.is_main_process)
 
 
 @contextmanager
