@@ -136,8 +136,8 @@ print(peak() - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for the peak of memory")
 @one_fork
-def test_export_holds_one_file_and_little_more(tmp_path: Path) -> Forked:
-    """A model of 300 MB in files of 40 MB: the peak that the kernel saw stays below 40 + 200 MB."""
+def test_export_holds_one_tensor_and_little_more(tmp_path: Path) -> Forked:
+    """A model of 300 MB in one file: the peak that the kernel saw stays below 200 MB."""
 
     def save(rank: int) -> None:
         model = nn.Sequential(*(nn.Linear(2500, 2000, bias=False, device="cpu") for _ in range(15)))
@@ -145,7 +145,7 @@ def test_export_holds_one_file_and_little_more(tmp_path: Path) -> Forked:
 
     yield On(1, save, group=False)
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / "c"), str(tmp_path / "out"), "40000000"],
+        [sys.executable, "-c", MEMORY, str(tmp_path / "c"), str(tmp_path / "out"), "400000000"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -154,8 +154,8 @@ def test_export_holds_one_file_and_little_more(tmp_path: Path) -> Forked:
     assert done.returncode == 0, done.stderr
     peak = int(done.stdout)
     print(f"peak {peak / 1e6:.0f} MB")
-    assert 40e6 < peak < 240e6
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 8
+    assert 20e6 < peak < 200e6
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 1
 
 
 def _save_pretrained(rank: int, directory: Path) -> None:

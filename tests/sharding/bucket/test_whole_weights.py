@@ -291,6 +291,31 @@ def test_parameters_frozen_for_a_while(stage: int, num_ranks: int) -> Forked:
     yield On(num_ranks, run)
 
 
+@every_stage
+def test_a_frozen_pass_between_forward_and_backward(stage: int, num_ranks: int) -> None:
+    """As preference training with adapters has it: the reference is the model without them. As in one process."""
+
+    def loop(model: nn.Module, mine: Mine) -> list[float]:
+        optimizer, losses = SGD(model.parameters(), lr=0.1), []
+        for batch in vector_batches(3):
+            x, y = mine(batch)
+            loss = model(x, y)
+            model.requires_grad_(False)
+            with torch.no_grad():
+                reference = model(x * 0.9, y)
+            model.requires_grad_(True)
+            (loss - reference).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(reference.item())
+        return losses
+
+    def run(rank: int) -> None:
+        assert_loop_like_twin(rank, num_ranks, loop, lambda: seeded(Stack, 10, 3), stage=stage)
+
+    run_ranks(num_ranks, run)
+
+
 @pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 3), (2, 2)])
 @one_fork
 def test_a_gradient_penalty_trains_like_twin(stage: int, num_ranks: int) -> Forked:
