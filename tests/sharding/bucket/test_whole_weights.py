@@ -292,7 +292,8 @@ def test_parameters_frozen_for_a_while(stage: int, num_ranks: int) -> Forked:
 
 
 @every_stage
-def test_a_frozen_pass_between_forward_and_backward(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_frozen_pass_between_forward_and_backward(stage: int, num_ranks: int) -> Forked:
     """As preference training with adapters has it: the reference is the model without them. As in one process."""
 
     def loop(model: nn.Module, mine: Mine) -> list[float]:
@@ -313,7 +314,7 @@ def test_a_frozen_pass_between_forward_and_backward(stage: int, num_ranks: int) 
     def run(rank: int) -> None:
         assert_loop_like_twin(rank, num_ranks, loop, lambda: seeded(Stack, 10, 3), stage=stage)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 3), (2, 2)])
