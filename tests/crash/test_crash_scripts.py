@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import offload_kills
 import power_cuts
 from crash_kills import kill_at_random
 
@@ -32,3 +33,8 @@ def test_power_cuts_lose_no_checkpoint_and_would_without_syncs(tmp_path: Path) -
     shutil.rmtree(tmp_path / "cut", ignore_errors=True)
     with pytest.raises(AssertionError):
         power_cuts.replay(tmp_path, [line for line in lines if "sync(" not in line and "sync resumed" not in line], 90)
+
+
+def test_kills_of_runs_with_states_on_disk_leave_no_file_and_harm_no_checkpoint(tmp_path: Path) -> None:
+    tally = offload_kills.kill_at_random(tmp_path, kills=4)
+    assert tally.kills >= 4

@@ -271,6 +271,7 @@ def _join(memory: bool, rank: int, num_ranks: int, path: Path, group_timeout: fl
     os.environ["ONECOPY_CROSS_MEMORY"] = "1" if memory else "0"
     # Public code reads these; torch itself needs only the store.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     store = dist.FileStore(str(path), num_ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=group_timeout)

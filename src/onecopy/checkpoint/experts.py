@@ -55,7 +55,7 @@ class Piece:
         strides = torch.empty(self.shape, device="meta").stride()
         slicing = Slicing(held.name, self.shape, strides, first - self.start, last - first, held.axis)
         inside = max(first - held.start, 0)
-        return SlicedTensor(tensor.local[inside : inside + last - first], slicing, on_write=tensor._on_write)
+        return tensor.part(inside, last - first, slicing)
 
 
 def rename(key: str) -> str:

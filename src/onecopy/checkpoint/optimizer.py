@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from onecopy.checkpoint.names import Named, name_groups
 from onecopy.errors import CheckpointError
+from onecopy.sharding.tensor.resting import RestingTensor
 from onecopy.sharding.tensor.sliced import SlicedTensor
 
 States = dict[str, dict[str, Any]]
@@ -60,7 +61,7 @@ def make_states(optimizer: Optimizer, named: Named, saved: Mapping[tuple[str, st
             parameter = named.parameters[name]
             own = optimizer.state.get(parameter, {}).get(key)
             fits = isinstance(own, Tensor) and (own.shape, own.dtype) == (metadata.size, metadata.properties.dtype)
-            new = own if fits else _like(parameter, metadata.size, metadata.properties.dtype)
+            new = own if fits else _new(optimizer, parameter, key, metadata.size, metadata.properties.dtype)
             made.setdefault(name, {})[key] = new
     return made
 
@@ -123,10 +124,13 @@ def _common_values(names: list[str], group_of: Mapping[str, Mapping[str, Any]]) 
     return first
 
 
-def _like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor for one state of ``parameter``."""
+def _new(optimizer: Optimizer, parameter: Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor for the state ``key`` of ``parameter``, where such states rest."""
     if size != parameter.shape:
         return torch.empty(size, dtype=dtype, device=parameter.device)
+    if isinstance(parameter, RestingTensor) and parameter.page.pages is not None:
+        page = parameter.page.pages.state(optimizer, key, dtype)
+        return RestingTensor(page, parameter.start, parameter.slicing)
     if isinstance(parameter, SlicedTensor):
         local = torch.empty_like(parameter.local, dtype=dtype, requires_grad=False)
         return SlicedTensor(local, parameter.slicing)

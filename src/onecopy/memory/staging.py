@@ -16,8 +16,8 @@ from torch import Tensor
 
 from onecopy.memory.arena import Arena
 
-CPU_BYTES: Final = 8 * 2**20
-"""Most bytes of one buffer on the CPU: as fast as larger ones, by `benchmarks/bucket_bytes.py` and in whole steps."""
+CPU_BYTES: Final = 4 * 2**20
+"""Most bytes of one buffer on the CPU: in whole steps as fast as larger ones where ranks read each other's memory."""
 
 ACCELERATOR_BYTES: Final = 256 * 2**20
 """Elsewhere: a transformer layer of a 3B model goes in one piece. Not measured. There a third piece has the stream

@@ -11,11 +11,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from onecopy.observe.categories import CATEGORIES
 from onecopy.observe.ledger import Ledger, Phase
+
+ON_DISK: Final = "on disk"
+IN_HOST_MEMORY: Final = "in host memory"
 
 
 class Meter:
@@ -53,14 +57,23 @@ class Meter:
         """A phase begins: what is live counts towards its peak, also if nothing is added."""
         self.add("communication", 0)
 
-    def add_off_device(self, category: str, nbytes: int) -> None:
-        """Count ``nbytes`` more or less of ``category`` in host memory or in files."""
+    def add_off_device(self, category: str, nbytes: int, where: str | None = None) -> None:
+        """Count ``nbytes`` more or less of ``category`` in host memory or in files.
+
+        Args:
+            where: `ON_DISK` or `IN_HOST_MEMORY`, which make a row of their own; None: the one of ``category``.
+        """
+        category = category if where is None else f"{category}, {where}"
         held = self.off_device[category] = self.off_device.get(category, 0) + nbytes
         self.off_device_peak[category] = max(self.off_device_peak.get(category, 0), held)
 
     def set(self, category: str, nbytes: int) -> None:
         """Say how much ``category`` holds now."""
         self.add(category, nbytes - self.live[category])
+
+    def set_off_device(self, category: str, nbytes: int, where: str) -> None:
+        """Say how much ``category`` holds there now."""
+        self.add_off_device(category, nbytes - self.off_device.get(f"{category}, {where}", 0), where)
 
     @property
     def total(self) -> int:
@@ -85,7 +98,8 @@ class Meter:
         rows = [f"{'bytes':<22}" + "".join(f"{name:>16}" for name in columns)]
         rows += [f"{c:<22}" + "".join(f"{column[c]:>16,}" for column in columns.values()) for c in CATEGORIES]
         rows.append(f"{'sum':<22}" + "".join(f"{sum(column.values()):>16,}" for column in columns.values()))
-        rows += [f"{name + ', off device':<22}{nbytes:>16,}" for name, nbytes in self.off_device.items()]
+        moved = {name if "," in name else f"{name}, off device": nbytes for name, nbytes in self.off_device.items()}
+        rows += [f"{name:<33}{nbytes:>16,}" for name, nbytes in moved.items()]
         process = process_memory()
         process |= beside(self.total, process)
         rows += [f"{name:<22}{value:>16,}" for name, value in process.items()]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from onecopy.errors import SettingsError
+from onecopy.memory.store.offload import Offload
 from onecopy.planner.model.tensor import check_tensor_parallel
 from onecopy.recipes.config import Config
 from onecopy.recipes.settings import keys
@@ -52,7 +53,7 @@ def check(config: Config) -> None:
     """
     problems = [
         problem
-        for find in (_unused, _ranks, _device, _model, _data, _evaluation, _resume, _directory)
+        for find in (_unused, _offload, _ranks, _device, _model, _data, _evaluation, _resume, _directory)
         if (problem := find(config))
     ]
     if problems:
@@ -69,6 +70,7 @@ def _unused(config: Config) -> str | None:
         "data.vocabulary": "data.tokenizer" if config.data.tokenizer != "train" else None,
         "activations.partition": "activations.recompute" if not config.activations.recompute else None,
         "activations.keep_on": "activations.recompute" if not config.activations.recompute else None,
+        "offload.units_ahead": "offload.parameters_on" if config.offload.parameters_on == "device" else None,
         "schedule.final_fraction": "schedule.decay" if config.schedule.decay == "constant" else None,
         "evaluation.evaluate_batches": "evaluation.evaluate_every" if not config.evaluation.evaluate_every else None,
         "checkpoint.keep": "checkpoint.save_every" if not config.checkpoint.save_every else None,
@@ -82,6 +84,26 @@ def _unused(config: Config) -> str | None:
                 f"{key.dotted} = {value!r} would do nothing beside "
                 f"{reason} = {getattr(getattr(config, section), name)!r}; change one of them"
             )
+    return None
+
+
+def offload_of(config: Config) -> Offload | None:
+    """What `onecopy.shard` takes as ``offload``."""
+    chosen = config.offload
+    optimizer, parameters = (
+        None if place == "device" else place for place in (chosen.optimizer_on, chosen.parameters_on)
+    )
+    return Offload(optimizer, parameters, chosen.units_ahead) if optimizer or parameters else None
+
+
+def _offload(config: Config) -> str | None:
+    """What `onecopy.Offload` would refuse once ranks run."""
+    if (offload := offload_of(config)) is None:
+        return None
+    try:
+        offload.check(Stage.of(config.parallel.stage))
+    except SettingsError as error:
+        return str(error)
     return None
 
 

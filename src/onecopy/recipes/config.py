@@ -84,7 +84,7 @@ class Parallel(Section):
     )
     prefetch: int = Field(default=1, ge=0, description="Units to gather ahead of the one that computes.")
     bucket_bytes: int = Field(
-        default=0, ge=0, description="Most bytes of one communication buffer; 0: 8 MiB on the CPU, 256 MiB elsewhere."
+        default=0, ge=0, description="Most bytes of one communication buffer; 0: 4 MiB on the CPU, 256 MiB elsewhere."
     )
     defragment: bool = Field(
         default=False, description="Keep gradients and activation checkpoints in memory regions of their own."
@@ -111,6 +111,23 @@ class Activations(Section):
     keep_on: str = Field(
         default="device",
         description="Where those inputs are kept: 'device', 'cpu' for host memory, or a directory for files.",
+    )
+
+
+class Offload(Section):
+    """Where model states rest while nobody computes with them."""
+
+    optimizer_on: str = Field(
+        default="device",
+        description="Masters, optimizer states and gradients: 'device', 'cpu' for host memory, or a directory on a "
+        "disk. For stages 1 to 3; the result is the same to the last bit.",
+    )
+    parameters_on: str = Field(
+        default="device",
+        description="What stage 3 gathers parameters from: 'device', 'cpu' or a directory.",
+    )
+    units_ahead: int = Field(
+        default=1, ge=0, description="Units to bring ahead of the one that computes, in place of parallel.prefetch."
     )
 
 
@@ -198,6 +215,7 @@ class Config(Section):
     data: Data = Data()
     parallel: Parallel = Parallel()
     activations: Activations = Activations()
+    offload: Offload = Offload()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()

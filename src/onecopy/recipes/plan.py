@@ -20,9 +20,11 @@ from onecopy.planner.machine.machine import GPUS, Machine
 from onecopy.planner.model.schedule import Phase, Schedule, Sizes, Unit, padded_numels
 from onecopy.planner.model.shape import Checkpointing, Shape, Transformer, checkpointed, is_block, kept_bytes
 from onecopy.planner.model.tensor import cut
+from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
 from onecopy.recipes.model import build_architecture
 from onecopy.recipes.world import World
+from onecopy.sharding.setup.paged import SLOTS
 
 _TIMED: Final[tuple[Phase, ...]] = ("forward", "backward", "step")
 
@@ -82,11 +84,15 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     memory = {name: max(moment[name] for moment in moments) for name in moments[0]}
     psi = sum(padded_numels(unit, schedule)[0] for unit in units)
     elements = step_elements(parallel.stage, psi, schedule.shard, schedule.micro_batches, schedule.replicate)
+    on_disk = _on_disk(config, psi / schedule.shard, schedule)
+    if on_disk:
+        widest = max(padded_numels(unit, schedule)[0] for unit in units) / schedule.shard
+        memory = _without(memory, config, psi / schedule.shard, widest, schedule, units)
     kept = sum(kept_bytes(unit, option.checkpointing, parallel.tensor) for unit in units)
     gathered = kept * (parallel.tensor - 1) * parallel.accumulate
     planned: dict[str, Any] = {
         "memory": memory,
-        "off_device": {"checkpoints": kept if option.checkpointing.endswith("+cpu") else 0.0},
+        "off_device": {"checkpoints": kept if option.checkpointing.endswith("+cpu") else 0.0} | on_disk,
         "bytes_sent": elements.total * schedule.widths.reduce,
         "activations_sent": gathered if option.checkpointing.startswith("P_a") else 0.0,
     }
@@ -103,6 +109,36 @@ def _checkpointing(config: Config) -> Checkpointing:
     if chosen.keep_on == "device":
         return "P_a" if cuts else "units"
     return "P_a+cpu" if cuts else "units+cpu"
+
+
+def _on_disk(config: Config, own: float, schedule: Schedule) -> Sizes:
+    """Bytes of ``own`` elements of model states in files, by the meter's rows; nothing if they are in memory."""
+    offload, widths = offload_of(config), schedule.widths
+    if offload is None or not offload.on_disk("optimizer"):
+        return {}
+    copy = 0.0
+    if offload.on_disk("parameters") and (offload.parameters != offload.optimizer or widths.compute != widths.master):
+        copy = widths.compute * own
+    return {
+        "parameters_sliced, on disk": widths.master * own + copy,
+        "gradients_sliced, on disk": widths.gradient * own,
+        "optimizer, on disk": 2.0 * widths.master * own,
+    }
+
+
+def _without(memory: Sizes, config: Config, own: float, widest: float, schedule: Schedule, units: list[Unit]) -> Sizes:
+    """``memory`` once states are in files: what gathers read, step counts, and the paged step's buffers are left."""
+    offload, widths = offload_of(config), schedule.widths
+    assert offload is not None
+    lent = 0.0 if offload.on_disk("parameters") else widths.compute * own
+    pool = SLOTS * (3.0 * widths.master + widths.gradient) * widest
+    return memory | {
+        "parameters_sliced": lent,
+        "parameters_gathered": 0.0 if lent and schedule.shard == 1 else memory["parameters_gathered"],
+        "gradients_sliced": widths.gradient * widest,
+        "optimizer": 4.0 * sum(len(unit.numels) for unit in units),
+        "communication": memory["communication"] + pool,
+    }
 
 
 def _sizes(config: Config, vocabulary: int) -> Transformer | None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import onecopy
 from onecopy.recipes.account import Account
+from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
 from onecopy.recipes.data import Batch, prepare
 from onecopy.recipes.keeper import Keeper
@@ -63,6 +64,7 @@ def train(config: Config, world: World) -> bool:
         activations=_activations(config),
         bucket_bytes=parallel.bucket_bytes or None,
         defragment=parallel.defragment,
+        offload=offload_of(config),
     )
     # The same weights everywhere, but dropout of its own on each rank that sees data of its own.
     torch.manual_seed(config.run.seed + world.among_data(parallel.tensor).rank)

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from oracle import OPTIMIZERS, part, train
 from ranks import run_ranks
 
@@ -150,7 +151,8 @@ def _plain_stack_bytes(layers: int, width: int) -> int:
     return sum(p.numel() for p in Stack(width, layers).parameters()) * 4
 
 
-def test_two_thousand_steps_leave_no_object_behind() -> None:
+@one_fork
+def test_two_thousand_steps_leave_no_object_behind() -> Forked:
     """Where all parameters lie in units below the root, so that nothing is gathered for the root itself."""
 
     def run(rank: int) -> None:
@@ -175,7 +177,7 @@ def test_two_thousand_steps_leave_no_object_behind() -> None:
         gc.freeze()
         run(rank)
 
-    run_ranks(1, apart, group=False)
+    yield On(1, apart, group=False)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -5,7 +5,8 @@ A bucket knows how to make itself whole (gather) and how to give that memory bac
 
 ============  ============  =============================================================================
 ``master``    one slice     the values that the optimizer updates; the sliced parameters are views of it
-``whole``     all elements  the gathered copy in the compute dtype; *is* ``master`` where nothing is cut or cast
+``lent``      one slice     what gathers read; *is* ``master`` but where that rests elsewhere (`masters.py`)
+``whole``     all elements  the gathered copy in the compute dtype; *is* ``lent`` where nothing is cut or cast
 ============  ============  =============================================================================
 
     SLICED ──start_gather──▶ GATHERING ──finish_gather──▶ WHOLE ──release, or a write──▶ SLICED
@@ -20,6 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from functools import partial
 from sys import getrefcount
 from typing import Any, Final, NoReturn
 
@@ -33,9 +35,11 @@ from onecopy.comm.mesh import Mesh
 from onecopy.comm.shelf import Shelf
 from onecopy.errors import UsageError
 from onecopy.memory.arena import Arena
+from onecopy.memory.store.pages import Page
 from onecopy.observe.meter import Meter
 from onecopy.sharding.bucket.flat import FlatBuffer
 from onecopy.sharding.bucket.layout import ALIGNMENT, Cut, Layout
+from onecopy.sharding.bucket.masters import Fetching, Stores, make_masters
 from onecopy.sharding.tensor.precision import Dtypes
 from onecopy.sharding.tensor.sliced import SlicedTensor, Slicing, dense_strides, flatten
 from onecopy.sharding.tensor.tensor_parallel import spec_of
@@ -138,8 +142,11 @@ class Bucket:
         index: number of the bucket in the model, the same on every rank; it names the bucket's messages.
         unit: name of its unit, for the ledger.
         arena: where gradients lie, apart from what lives shorter; None takes them from PyTorch.
+        stores: where slices rest; None: on the device.
 
     Attributes:
+        segments: what this rank's slice holds, parameter by parameter.
+        masters: this rank's slice.
         changes: how often the parameters were written to since they were sharded.
         before_write: called when they are about to be, on every rank; None while nobody else reads them.
         shelf: where ``master`` lies for other ranks to fetch (`versions.py`); None where all gather together.
@@ -157,7 +164,9 @@ class Bucket:
         index: int,
         unit: str,
         arena: Arena | None = None,
+        stores: Stores | None = None,
     ) -> None:
+        self._stores = stores
         self.dtypes = dtypes
         self.trainable = trainable
         self.mesh = mesh
@@ -175,33 +184,42 @@ class Bucket:
         self.strides = [dense_strides(tensor) for tensor in local]
         numels = tuple(tensor.numel() for tensor in local)
         self.layout = Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies)
-        self._segments = self.layout.segments(mesh.shard.rank)
-        self._cut = Cut([(s.slice_start, s.numel) for s in self._segments], self.layout.slice_numel)
+        self.segments = self.layout.segments(mesh.shard.rank)
+        self._cut = Cut([(s.slice_start, s.numel) for s in self.segments], self.layout.slice_numel)
         self.place_on(found[0].parameter.device, found)
 
     def place_on(self, device: torch.device, found: Sequence[FoundParameter]) -> None:
         """Make slices and parameters anew on ``device``; values are zero until `load`."""
         self.device = device
-        self.master = torch.zeros(self.layout.slice_numel, dtype=self.dtypes.master, device=device)
-        self._aliased = self.mesh.shard.size == 1 and self.dtypes.compute == self.dtypes.master
-        self._whole = self.buffer(self.dtypes.compute, self.master if self._aliased else None)
+        self.masters = make_masters(
+            self._stores, self.layout.slice_numel, self.dtypes, device, trainable=self.trainable
+        )
+        lent = self.masters.lent
+        self._aliased = self.mesh.shard.size == 1 and lent is not None and lent.dtype == self.dtypes.compute
+        self._aliased &= lent is not None and lent.device.type == device.type
+        self._whole = self.buffer(self.dtypes.compute, lent if self._aliased else None)
         if not self._aliased:
             self._whole.free()
         if device.type != "meta":
-            self.meter.add("parameters_sliced", self.master.nbytes)
+            self.meter.add("parameters_sliced", self.masters.held_bytes)
         self.state = State.WHOLE if self._aliased and device.type != "meta" else State.SLICED
-        self._gathering: Collective | None = None
+        self._gathering: Collective | Fetching | None = None
         self.entries = [
             self._entry(position, item, local)
-            for position, (item, local) in enumerate(zip(found, self.split(self.master), strict=True))
+            for position, (item, local) in enumerate(zip(found, self._sliced_masters(), strict=True))
         ]
         self._dtensors = [entry.whole for entry in self.entries if is_dtensor(entry.whole)]
         self._writes = self._count_writes()
         self.storage = self._whole.flat.untyped_storage()
         self._holders: list[int] | None = None
 
-    def _entry(self, position: int, found: FoundParameter, local: Tensor) -> Entry:
-        segment = self._segments[position]
+    def _sliced_masters(self) -> Sequence[Tensor | None]:
+        """The part of every parameter in ``master``, 1-D; None where masters rest in a file."""
+        master = self.masters.in_memory
+        return [None] * len(self.layout.numels) if master is None else self.split(master)
+
+    def _entry(self, position: int, found: FoundParameter, local: Tensor | None) -> Entry:
+        segment = self.segments[position]
         spec = self.specs[position]
         slicing = Slicing(
             found.name,
@@ -213,14 +231,18 @@ class Bucket:
             spec,
             self.mesh.tensor.rank > 0 and not (spec is not None and spec.is_cut),
         )
-        shown = nn.Parameter(SlicedTensor(local, slicing, on_write=self._write_begins), self.trainable)
+        if local is not None:
+            own = SlicedTensor(local, slicing, on_write=self._write_begins)
+        else:
+            own = self.masters.resting(segment.slice_start, slicing, self._write_begins)
+        shown = nn.Parameter(own, self.trainable)
         sliced: Tensor = shown
         assert isinstance(sliced, SlicedTensor)
         whole = self.as_parameter(position, self._whole.views[position])
         if type(whole) is nn.Parameter:
             whole.__class__ = WholeParameter
         for attribute, value in vars(found.parameter).items():
-            if attribute not in vars(sliced):
+            if attribute not in (*vars(sliced), "local"):
                 setattr(sliced, attribute, value)
                 setattr(whole, attribute, value)
         node = get_gradient_edge(whole).node if self.trainable else None
@@ -244,6 +266,11 @@ class Bucket:
         if self._arena is not None:
             return self._arena.empty("gradients", numel, dtype, self.device)
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def store(self, page: Page, source: Tensor) -> None:
+        """Begin to write ``source``, which nobody changes any more, to a page where its masters rest."""
+        assert self._stores is not None
+        self._stores.outbox.store(page, source)
 
     def split(self, flat_slice: Tensor) -> list[Tensor]:
         """The part of every parameter in this rank's slice, 1-D."""
@@ -297,10 +324,14 @@ class Bucket:
     def load_flat(self, flat: Tensor) -> None:
         """As `load`, from a flat buffer in the master dtype."""
         self._write_begins()
-        with torch.no_grad():
-            self.mesh.shard.scatter(flat, self.master, self.unit, self.tag + Message.LOAD)
+        with torch.no_grad(), self.masters.opened(write=True) as master:
+            own = master if master.device == flat.device else self._own_part(flat).clone()
+            self.mesh.shard.scatter(flat, own, self.unit, self.tag + Message.LOAD)
             for position, axis in enumerate(self.mesh.replicate):
-                axis.broadcast(self.master, self.unit, self.tag + Message.COPY + position)
+                axis.broadcast(own, self.unit, self.tag + Message.COPY + position)
+            if own is not master:
+                master.copy_(own)
+        self.masters.lend(master)
 
     def gather_masters(self) -> FlatBuffer:
         """The whole parameters in the master dtype, gathered into a new buffer."""
@@ -311,7 +342,9 @@ class Bucket:
 
     def equals_slice(self, flat: Tensor) -> bool:
         """Whether this rank's part of ``flat`` (master dtype) is bit for bit what its slice holds."""
-        return torch.equal(self._own_part(flat).view(torch.uint8), self.master.view(torch.uint8))
+        with self.masters.opened(write=False) as master:
+            own = self._own_part(flat).to(master.device)
+            return torch.equal(own.view(torch.uint8), master.view(torch.uint8))
 
     def _write_begins(self) -> None:
         """The slices are about to change. A gathered copy is stale then, and so is any graph that was built with it."""
@@ -319,6 +352,7 @@ class Bucket:
         self.finish_gather()
         if self.before_write is not None:
             self.before_write()
+        self.masters.write_begins()
         if self._whole.is_allocated and not self._aliased:
             self.state = State.SLICED
             # Whoever still holds the old values in a graph is told by autograd.
@@ -342,8 +376,9 @@ class Bucket:
     def lay_out(self, version: int) -> None:
         """Let other ranks fetch this rank's slice."""
         assert self.shelf is not None
+        assert self.masters.lent is not None
         self._version = version
-        self.shelf.lay(self.master, version)
+        self.shelf.lay(self.masters.lent, version)
 
     def clear_shelf(self) -> None:
         """No rank fetches any more."""
@@ -352,6 +387,7 @@ class Bucket:
 
     def start_gather(self, *, backward: bool) -> None:
         """Begin to make the parameters whole, unless they are or it has begun. Sends (N-1)/N of the bucket."""
+        self.masters.await_lent()
         if self.state is not State.SLICED:
             return
         if self.device.type == "meta":
@@ -362,14 +398,23 @@ class Bucket:
         self._gathering = self._issue_gather(self._whole.flat, Message.BACKWARD if backward else Message.FORWARD)
         self.state = State.WHOLE if self._gathering is None else State.GATHERING
 
-    def _issue_gather(self, whole: Tensor, message: Message) -> Collective | None:
+    def _issue_gather(self, whole: Tensor, message: Message) -> Collective | Fetching | None:
         """Fill the flat ``whole``, in its dtype: from the shelves where ranks fetch, else by a collective."""
-        axis, mine = self.mesh.shard, self.master
-        if self.shelf is not None and self.shelf.laid is not None:
+        axis, mine = self.mesh.shard, self.masters.lent
+        if message is Message.MASTERS and self.masters.lends_copy:
+            with self.masters.opened(write=False) as master:
+                mine = self._own_part(whole).copy_(master)
+        elif mine is None or mine.device.type != whole.device.type:
+            return Fetching(self.masters, self._own_part(whole), partial(self._gather_together, whole, message))
+        elif self.shelf is not None and self.shelf.laid is not None:
             return axis.gather(self.shelf, whole, self._version, self.unit)
-        if whole.dtype != mine.dtype and axis.size > 1:
+        elif whole.dtype != mine.dtype and axis.size > 1:
             mine = self._own_part(whole).copy_(mine)
         return axis.all_gather(mine, whole, self.unit, self.tag + message)
+
+    def _gather_together(self, whole: Tensor, message: Message) -> Collective | None:
+        """As `_issue_gather`, once this rank's part of ``whole`` is there."""
+        return self.mesh.shard.all_gather(self._own_part(whole), whole, self.unit, self.tag + message)
 
     def finish_gather(self) -> None:
         """Wait until a gather that was begun is complete."""
@@ -421,6 +466,18 @@ class Bucket:
         """Whether ``tensor`` looks at the whole parameters."""
         memory = self._whole.flat.untyped_storage().data_ptr()
         return memory != 0 and address_of(tensor) == memory
+
+    @property
+    def is_fetchable(self) -> bool:
+        """Whether other ranks could read what gathers read: it is a tensor on the device that computes."""
+        stores = self._stores
+        on_host = stores is not None and stores.parameters_on_host and self.device.type != "cpu"
+        return stores is None or (stores.parameters is None and not on_host)
+
+    @property
+    def lent_dtype(self) -> torch.dtype:
+        """The dtype of what gathers read."""
+        return self.dtypes.compute if self.masters.lends_copy else self.dtypes.master
 
     @property
     def is_own_memory(self) -> bool:

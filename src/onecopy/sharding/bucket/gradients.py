@@ -6,7 +6,7 @@
 ==============  ============  ====================================================================
 ``kept``        all elements  summed over micro-batches that do not send (stages 0 and 1)
 ``kept_slice``  one slice     summed over micro-batches that do, where masters are too narrow to sum in
-``reduced``     one slice     the mean over ranks; becomes the memory of `p.grad`
+``reduced``     one slice     the mean over ranks; becomes the memory of `p.grad`, or goes where that rests
 ==============  ============  ====================================================================
 
 Autograd adds to what is kept itself where it computes gradients in the dtype in which they are kept (`prepare`), as it
@@ -33,6 +33,9 @@ from onecopy.memory.strides import memory_order
 from onecopy.sharding.bucket.arrived import ArrivedGradients
 from onecopy.sharding.bucket.bucket import POISON, Bucket, Entry, Message
 from onecopy.sharding.bucket.flat import FlatBuffer
+from onecopy.sharding.bucket.host import HostGradients
+from onecopy.sharding.bucket.masters import MastersOnHost
+from onecopy.sharding.bucket.resting_gradients import RestingGradients
 from onecopy.sharding.tensor.narrow import gradient_slice
 from onecopy.sharding.tensor.pending import PendingGradient
 from onecopy.sharding.tensor.sliced import SlicedTensor
@@ -46,9 +49,9 @@ class _Gradient:
         self.whole = entry.whole
         self.nbytes = local_of(entry.whole).nbytes
         self._spec = entry.sliced.slicing.spec
-        nothing = entry.sliced.local
-        if POISON:
-            nothing = nothing.new_full((1,), torch.nan).expand(nothing.shape)
+        sliced = entry.sliced
+        nothing = torch.full((1,), torch.nan if POISON else 0.0, dtype=torch.float32).to(sliced.device, sliced.dtype)
+        nothing = nothing.expand(sliced.slicing.numel)
         self.pending = PendingGradient(nothing, entry.sliced.slicing)
         self.arrived = False
         # A gradient that had been reduced before later micro-batches were kept.
@@ -85,6 +88,12 @@ class _Gradient:
             self.sliced.grad = self.earlier
         self.earlier = None
         self.pending.take_beside()
+
+    def take_present(self) -> list[SlicedTensor]:
+        """What a reduced gradient is to be added to; what came beside is none of `p.grad`'s from then on."""
+        present: Any = self.earlier if self.is_pending else self.sliced.grad
+        beside = self.pending.take_beside() if self.is_pending else None
+        return [gradient for gradient in (present, beside) if gradient is not None]
 
     def install(self, gradient: SlicedTensor) -> bool:
         """Add to `p.grad`. Returns whether there was one already, so that ``gradient``'s own memory goes."""
@@ -126,6 +135,8 @@ class Gradients:
         self._arrived_bytes = 0
         self._sums_in_place = bucket.dtypes.compute == bucket.dtypes.accumulate and not any(bucket.specs)
         self._lends = False
+        self._slice_bytes = bucket.layout.slice_numel * bucket.dtypes.accumulate.itemsize
+        self._resting = _store_of(bucket)
         # Weak, because torch's C++ side holds the hook where Python's garbage collector does not see it.
         this = weakref.ref(self)
         for position, gradient in enumerate(self._gradients):
@@ -159,9 +170,10 @@ class Gradients:
 
     @property
     def sliced_bytes(self) -> int:
-        """Bytes of this rank's slices in `p.grad`."""
+        """Bytes of this rank's slices in `p.grad`, on the device."""
         found = [g.sliced.grad for g in self._gradients if not g.is_pending]
-        return sum(gradient.local.nbytes for gradient in found if isinstance(gradient, SlicedTensor))
+        slices = [gradient for gradient in found if isinstance(gradient, SlicedTensor)]
+        return sum(g.held_bytes for g in slices if g.device.type == self._bucket.device.type)
 
     @property
     def device(self) -> torch.device:
@@ -225,6 +237,10 @@ class Gradients:
         while self._underway is not None:
             self._underway.finish()
             self._underway = next(self._reduction, None)
+        if self._resting is not None and self._reduced is not None:
+            self._resting.put(self._reduced, [gradient.take_present() for gradient in self._gradients])
+            self._reduced = None
+            self._bucket.meter.add("gradients_sliced", -self._slice_bytes)
 
     def install(self, used: Sequence[bool], *, last: bool) -> None:
         """Add the reduced gradients to `p.grad` of the parameters that some rank used; others keep what they have.
@@ -233,6 +249,11 @@ class Gradients:
             used: for each parameter, whether any rank had a gradient for it.
             last: whether the optimizer may step now. Until then masters narrower than the accumulate dtype wait.
         """
+        if self._resting is not None:
+            self._resting.show(used)
+            for gradient, use in zip(self._gradients, used, strict=True):
+                gradient.earlier = None if use else gradient.earlier
+            return
         assert self._reduced is not None
         reduced, self._reduced = self._reduced, None
         dtypes = self._bucket.dtypes
@@ -250,7 +271,7 @@ class Gradients:
     @property
     def reduced(self) -> bool:
         """Whether a reduced gradient waits for `install`."""
-        return self._reduced is not None
+        return self._reduced is not None or (self._resting is not None and self._resting.is_put)
 
     def reopen(self) -> None:
         """The backward is over; the next one may bring gradients again."""
@@ -264,6 +285,8 @@ class Gradients:
         self._kept = self._kept_slice = self._reduced = None
         self._is_closed = False
         self._forget_arrived()
+        if self._resting is not None:
+            self._resting.is_put = False
         for gradient in self._gradients:
             gradient.drop_pending()
 
@@ -336,6 +359,13 @@ class Gradients:
             if collective := axis.all_reduce(outgoing, reduced, bucket.unit, tag):
                 yield collective
                 outgoing = Flat(reduced, bucket.dtypes.reduce)
+
+
+def _store_of(bucket: Bucket) -> RestingGradients | HostGradients | None:
+    """Where reduced gradients go; None: they stay on the device."""
+    if bucket.masters.pages is not None:
+        return RestingGradients(bucket)
+    return HostGradients(bucket, bucket.masters.copies) if isinstance(bucket.masters, MastersOnHost) else None
 
 
 def _arrive(gradients: weakref.ref[Gradients], position: int, whole: Tensor) -> None:

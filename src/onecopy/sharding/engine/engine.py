@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import UsageError
 from onecopy.observe.ledger import Ledger
-from onecopy.observe.meter import Meter
+from onecopy.observe.meter import IN_HOST_MEMORY, Meter
 from onecopy.sharding.bucket.bucket import Bucket
+from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.bucket.saved import SavedWeights
 from onecopy.sharding.engine.buffers import Buffers
 from onecopy.sharding.engine.entrances import open_entrances
@@ -61,13 +62,14 @@ class Engine:
         accumulate: micro-batches in a step.
         prefetch: units to gather ahead.
         syncs_buffers: keep buffers equal to the first rank's.
+        stores: where slices rest; None: on the device.
 
     Attributes:
         gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
         micro_batches: where in a step training is.
         versions: when slices may be read by others, and when they may change.
         buffers: what is not sharded.
-        inputs: as it was given.
+        inputs, stores: as they were given.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Engine:
         accumulate: int,
         prefetch: int,
         syncs_buffers: bool,
+        stores: Stores | None = None,
     ) -> None:
         self.model = model
         self.units = list(units)
@@ -90,6 +93,7 @@ class Engine:
         self.mesh = mesh
         self.ledger = ledger
         self.meter = meter
+        self.stores = stores
         self.gathered = 0
         self.micro_batches = MicroBatches(accumulate)
         self.inputs = inputs
@@ -230,10 +234,11 @@ class Engine:
     def _begin_forward(self, *, recorded: bool) -> None:
         for bucket in self._buckets:
             bucket.check(trains=recorded)
-        self._trains = any(entry.shown.requires_grad for bucket in self._buckets for entry in bucket.entries)
         self._in_model_forward = True
         self._records = recorded
         if recorded:
+            # A reference model's forward between this one and its backward may freeze what trains (PEFT's adapters).
+            self._trains = any(entry.shown.requires_grad for bucket in self._buckets for entry in bucket.entries)
             self.micro_batches.forward_begins()
             self._awaits_backward = True
         self._count_gradients()
@@ -467,7 +472,10 @@ class Engine:
         self.versions.step_ends()
         self.micro_batches.stepped()
         self._state_bytes[optimizer] = state_bytes
-        self.meter.set("optimizer", sum(self._state_bytes.values()))
+        if self.stores is None or self._buckets[0].device.type == "cpu":
+            self.meter.set("optimizer", sum(self._state_bytes.values()))
+        else:
+            self.meter.set_off_device("optimizer", sum(self._state_bytes.values()), IN_HOST_MEMORY)
         if (timeline := self.ledger.timeline) is not None:
             timeline.add("optimizer step", "compute", "step", "", self._step_began, perf_counter())
         self.ledger.close_step()

@@ -35,8 +35,9 @@ class Versions:
         self._is_laid_out = False
         self._in_step = False
         # What is cast on the way must be asked for, or cast copies would lie about.
-        often = [uses if bucket.dtypes.compute == bucket.dtypes.master else 0 for bucket in buckets]
+        often = [uses if bucket.dtypes.compute == bucket.lent_dtype else 0 for bucket in buckets]
         may_fetch = any(bucket.device.type in ("cpu", "meta") for bucket in buckets)
+        may_fetch = may_fetch and all(bucket.is_fetchable for bucket in buckets)
         shelves = axis.make_shelves([bucket.tag for bucket in buckets], often) if may_fetch else None
         self._has_shelves = shelves is not None
         for position, bucket in enumerate(buckets):
@@ -52,11 +53,13 @@ class Versions:
     def _on_shelves(self) -> list[Bucket]:
         return [bucket for bucket in self._buckets if self._has_shelves and bucket.device.type == "cpu"]
 
-    def lay_out(self) -> None:
-        """Let other ranks read what the slices hold now."""
+    def lay_out(self, *, before_write: bool = False) -> None:
+        """Let other ranks read what the slices hold now. ``before_write``: writes have been announced, to be made."""
         if self._is_laid_out:
             return
         self._is_laid_out = True
+        for bucket in self._buckets:
+            bucket.masters.catch_up(stays_behind=before_write)
         for bucket in self._on_shelves:
             bucket.lay_out(self._number)
 
@@ -64,7 +67,7 @@ class Versions:
         """A slice is about to change; every rank comes here. One of a step's writes waits for the readers."""
         if self._in_step and not self._is_laid_out:
             return
-        self.lay_out()
+        self.lay_out(before_write=True)
         if on_shelves := self._on_shelves:
             for bucket in on_shelves:
                 # A gather that was begun ahead, of what the forward then did not come to.

@@ -20,9 +20,11 @@ from onecopy.comm.mesh import Mesh, make_mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.arena import Arena
 from onecopy.memory.staging import Staging
+from onecopy.memory.store.offload import Offload
 from onecopy.observe.ledger import Ledger, Phase
 from onecopy.observe.meter import Meter
 from onecopy.sharding.bucket.bucket import Bucket, FoundParameter
+from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.engine.buffers import equalise
 from onecopy.sharding.engine.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.engine.unit import Unit
@@ -36,10 +38,12 @@ from onecopy.sharding.setup.preconditions import (
     check_count,
     check_holds_once,
     check_kind,
+    check_masters_are_wide,
     check_not_hooked,
     check_not_sharded,
 )
 from onecopy.sharding.setup.state_dicts import follow_state_dicts
+from onecopy.sharding.setup.stores import make_stores
 from onecopy.sharding.tensor.precision import Dtypes, Precision
 from onecopy.sharding.tensor.sliced import SlicedTensor
 from onecopy.sharding.tensor.tensor_parallel import describe, tensor_mesh
@@ -83,6 +87,7 @@ def shard(
     activations: Activations | None = None,
     bucket_bytes: int | None = None,
     defragment: bool = False,
+    offload: Offload | None = None,
 ) -> ModelT:
     """Shard a model's states over the ranks, in place. Every rank calls it with the same model and settings.
 
@@ -111,9 +116,10 @@ def shard(
         activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
             None leaves activations to the model.
         bucket_bytes: most bytes of one communication buffer, of which two are in use; gradients of larger units go
-            through it in pieces. None: 8 MiB on the CPU, 256 MiB elsewhere.
+            through it in pieces. None: 4 MiB on the CPU, 256 MiB elsewhere.
         defragment: keep gradients and activation checkpoints in regions of their own (`arena`), so that what lives
             shorter leaves no holes between them. What the regions have reserved they keep.
+        offload: where model states rest while nobody computes with them, on stages 1 to 3; None: on the device.
 
     Returns:
         ``model``.
@@ -135,8 +141,12 @@ def shard(
     check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
     check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
     check_kind("model", model, nn.Module, "a torch.nn.Module")
+    check_kind("offload", offload, Offload | None, "onecopy.Offload(...) or None")
     if activations is not None:
         activations.check()
+    if offload is not None:
+        offload.check(kind)
+        prefetch = offload.prefetch if offload.parameters is not None else prefetch
     check_not_sharded(model)
     unsharded = find_ignored(model, ignored)
     scopes = find_parameters(model, find_scopes(model, units), unsharded.values())
@@ -146,6 +156,8 @@ def shard(
         scopes = kept | leave_small_to_root(scopes)
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
+    if offload is not None:
+        check_masters_are_wide(scopes, dtypes, offload)
     device = next(item.parameter.device for found in scopes.values() for item in found)
     check_not_hooked(scopes)
     if optimizer is not None:
@@ -169,6 +181,7 @@ def shard(
         "activations": activations,
         "bucket_bytes": bucket_bytes,
         "defragment": defragment,
+        "offload": None if offload is None else offload.kinds,
     }
     lines = [f"{name}={value}" for name, value in settings.items()] + [
         f"ignored parameter {name!r}" for name in unsharded
@@ -177,8 +190,9 @@ def shard(
 
     modules = dict(model.named_modules())
     regions = Arena() if defragment else None
+    stores = None if offload is None else make_stores(offload, meter, ledger)
     made = [
-        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter, regions))
+        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter, regions, stores))
         for name, found in scopes.items()
     ]
     engine = Engine(
@@ -192,6 +206,7 @@ def shard(
         accumulate=accumulate,
         prefetch=prefetch,
         syncs_buffers=broadcast_buffers,
+        stores=stores,
     )
     if dtypes.compute is not None:
         widen_weights(model)
@@ -276,7 +291,13 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def _make_buckets(
-    unit: str, found: Sequence[FoundParameter], precision: Precision, mesh: Mesh, meter: Meter, regions: Arena | None
+    unit: str,
+    found: Sequence[FoundParameter],
+    precision: Precision,
+    mesh: Mesh,
+    meter: Meter,
+    regions: Arena | None,
+    stores: Stores | None,
 ) -> list[Bucket]:
     groups: dict[tuple[Dtypes, bool, torch.device], list[FoundParameter]] = {}
     for item in found:
@@ -287,7 +308,15 @@ def _make_buckets(
     for (dtypes, trainable, device), items in groups.items():
         number = next(_bucket_numbers)
         bucket = Bucket(
-            items, dtypes, trainable=trainable, mesh=mesh, meter=meter, index=number, unit=unit, arena=regions
+            items,
+            dtypes,
+            trainable=trainable,
+            mesh=mesh,
+            meter=meter,
+            index=number,
+            unit=unit,
+            arena=regions,
+            stores=stores,
         )
         if device.type != "meta":
             bucket.load(item.parameter for item in items)

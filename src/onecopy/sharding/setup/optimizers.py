@@ -21,10 +21,11 @@ from torch.optim.optimizer import (
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.engine.engine import Engine
+from onecopy.sharding.setup.paged import end_paged_step, page_step
 from onecopy.sharding.tensor.files import describe_difference, is_saved, refuse_pickle
 from onecopy.sharding.tensor.pending import PendingGradient
 from onecopy.sharding.tensor.recorded import remember_mesh
-from onecopy.sharding.tensor.sliced import SlicedTensor, Slicing
+from onecopy.sharding.tensor.sliced import SlicedTensor
 
 _REPLACED = "_onecopy_replaced"
 _hooked = False
@@ -84,10 +85,11 @@ def remap(optimizer: Optimizer, replacements: Mapping[nn.Parameter, SlicedTensor
         if parameter not in optimizer.state:
             continue
         states = optimizer.state.pop(parameter)
-        optimizer.state[sliced] = {name: _sliced_state(value, sliced.slicing) for name, value in states.items()}
+        optimizer.state[sliced] = {name: _sliced_state(value, sliced) for name, value in states.items()}
 
 
-def _sliced_state(value: Any, slicing: Slicing) -> Any:
+def _sliced_state(value: Any, parameter: SlicedTensor) -> Any:
+    slicing = parameter.slicing
     if (
         isinstance(value, SlicedTensor)
         or not isinstance(value, Tensor)
@@ -95,11 +97,14 @@ def _sliced_state(value: Any, slicing: Slicing) -> Any:
         or not slicing.shape
     ):
         return value
-    return SlicedTensor(slicing.cut(value).clone(), slicing)
+    return SlicedTensor(slicing.cut(value).to(parameter.device, copy=True), slicing)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Returns other arguments where a closure computes the gradients, for they cannot be checked before it has run."""
+    """Returns other arguments where a closure computes the gradients, for they cannot be checked before it has run.
+
+    So it does where parameters rest in files (`paged.py`).
+    """
     engines = _engines_of(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -118,10 +123,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         # Raised as it stands, the error would only make the compiler give this frame up and compile the next.
         torch.compiler.disable(_refuse_compiled_step)()
     _slice_states(optimizer)
+    stores = next((engine.stores for engine in engines if engine.stores and engine.stores.optimizer), None)
+    if stores is not None:
+        args = (page_step(optimizer, stores), *args[1:])
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _gradients_are_there(optimizer, engines)
-        return None
+        return (args, kwargs) if stores is not None else None
 
     def checked() -> Any:
         loss = closure()
@@ -165,6 +173,7 @@ def _gradients_are_there(optimizer: Optimizer, engines: list[Engine]) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if engines := _engines_of(optimizer):
+        end_paged_step(optimizer, args[0])
         nbytes = _state_bytes(optimizer)
         for engine in engines:
             engine.step_done(optimizer, nbytes)
@@ -191,7 +200,7 @@ def _slice_states(optimizer: Optimizer) -> None:
             continue
         loaded = [name for name, value in states.items() if _is_loaded(value, parameter)]
         for name in loaded:
-            states[name] = _adopted(states[name], parameter.slicing)
+            states[name] = _adopted(states[name], parameter)
         if states and not loaded:
             # States are loaded all at once: where one belongs to the model, all do.
             return
@@ -204,9 +213,10 @@ def _is_loaded(value: Any, parameter: SlicedTensor) -> bool:
     return (type(value) is Tensor or is_dtensor(value)) and value.dim() > 0 and value.shape == parameter.shape
 
 
-def _adopted(value: Any, slicing: Slicing) -> Any:
+def _adopted(value: Any, parameter: SlicedTensor) -> Any:
+    slicing = parameter.slicing
     if not isinstance(value, SlicedTensor):
-        return _sliced_state(value, slicing)
+        return _sliced_state(value, parameter)
     if not slicing.matches(value.slicing):
         raise UsageError(
             f"a state of the optimizer does not belong here: {describe_difference(slicing, value.slicing)}"
@@ -221,7 +231,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
         # Some optimizers keep what belongs to no parameter beside the parameters' states.
         for value in states.values() if isinstance(states, dict) else (states,):
             if isinstance(value, SlicedTensor):
-                total += value.local.nbytes
+                total += value.held_bytes
             elif isinstance(value, Tensor):
                 total += value.nbytes
     return total

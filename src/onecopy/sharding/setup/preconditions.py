@@ -9,8 +9,10 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onecopy.errors import SettingsError, UsageError
+from onecopy.memory.store.offload import Offload
 from onecopy.sharding.bucket.bucket import FoundParameter
 from onecopy.sharding.engine.engine import ENGINE
+from onecopy.sharding.tensor.precision import Precision
 from onecopy.sharding.tensor.sliced import SlicedTensor
 
 
@@ -22,6 +24,19 @@ def check_count(name: str, value: int, *, at_least: int) -> None:
 def check_kind(name: str, value: object, kind: type | UnionType, expected: str) -> None:
     if not isinstance(value, kind):
         raise SettingsError(f"{name} must be {expected}; found {value!r}")
+
+
+def check_masters_are_wide(
+    scopes: Mapping[str, Sequence[FoundParameter]], precision: Precision, offload: Offload
+) -> None:
+    """Raise `SettingsError` where gradients would be summed on the device, for masters elsewhere are too narrow."""
+    for item in (item for found in scopes.values() for item in found if item.parameter.requires_grad):
+        moves = offload.on_disk("optimizer") or item.parameter.device.type != "cpu"
+        if moves and precision.for_parameter(item.parameter.dtype, True).sums_wider:
+            raise SettingsError(
+                f"offload= keeps masters in {item.parameter.dtype}, that of {item.name!r}, which is narrower than sums "
+                f'of gradients: pass precision="bf16", which keeps fp32 masters off the device, or shard an fp32 model'
+            )
 
 
 def check_holds_once(optimizer: Optimizer, scopes: Mapping[str, Sequence[FoundParameter]]) -> None:

@@ -67,13 +67,21 @@ def _place(run: Piece, dim: int, segments: Sequence[tuple[int, int]]) -> Iterato
 
 
 def view_box(tensor: SlicedTensor, piece: Piece) -> Tensor:
-    """The elements of one of the slice's own pieces, with its sizes; a view of the slice."""
+    """The elements of one of the slice's own pieces, with its sizes; a view of the slice, a copy where it rests."""
+    return shape_run(tensor.elements(first_element(tensor.slicing, piece), piece.run.numel), tensor.slicing, piece)
+
+
+def first_element(slicing: Slicing, piece: Piece) -> int:
+    """Where a piece begins among the slice's own elements."""
+    return piece.run.start - slicing.start if piece.run.numel else 0
+
+
+def shape_run(run: Tensor, slicing: Slicing, piece: Piece) -> Tensor:
+    """The 1-D elements of a piece's run, in the sizes of the piece; a view."""
     if 0 in piece.sizes:
-        return tensor.local[:0].view(piece.sizes)
-    order = tensor.slicing.memory_order
-    begin = piece.run.start - tensor.slicing.start
-    run = tensor.local[begin : begin + piece.run.numel].view(piece.run.sizes)
-    run = run.permute([order.index(dim) for dim in range(len(order))])
+        return run[:0].view(piece.sizes)
+    order = slicing.memory_order
+    run = run.view(piece.run.sizes).permute([order.index(dim) for dim in range(len(order))])
     return run if piece.cut is None else run.narrow(*piece.cut, piece.sizes[piece.cut[0]])
 
 
@@ -104,9 +112,9 @@ def chunk_list(tensor: SlicedTensor) -> list[Any]:
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes_of(tensor.slicing)]
 
 
-def find_box(tensor: SlicedTensor, offsets: torch.Size | None) -> Tensor:
-    """The elements of the box that begins at ``offsets``; a view of the slice."""
+def find_piece(tensor: SlicedTensor, offsets: torch.Size | None) -> Piece:
+    """The slice's box that begins at ``offsets``."""
     for box in boxes_of(tensor.slicing):
         if box.offsets == tuple(offsets or ()):
-            return view_box(tensor, box)
+            return box
     raise ValueError(f"this rank holds no part of {tensor.slicing.name!r} that begins at {offsets}")

@@ -94,6 +94,11 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         needs_whole(func, args, kwargs)
     _tell_written(gradients)
     func([t.local if isinstance(t, SlicedTensor) else t for t in gradients], found, inverse_scale)
+    combine_overflow(gradients, found)
+
+
+def combine_overflow(gradients: Sequence[Tensor], found: Tensor) -> None:
+    """Let ``found`` (one element) tell of an infinity in any rank's slices."""
     for axis in dict.fromkeys(axis for t in gradients if isinstance(t, SlicedTensor) for axis in t.slicing.spread):
         worst = found.reshape(1)
         if collective := axis.combine(worst, "overflow", maximum=True):

@@ -158,7 +158,7 @@ class _Group:
         result = RULES[func](func, tuple(pieces if in_lists else [piece[0] for piece in pieces]), kwargs)
         changed = [
             self._widened[id(column[index])]
-            for column in (columns[position] for position in _writes(func, kwargs))
+            for column in (columns[position] for position in written_elements(func, kwargs))
             for index, _ in (self._rows if column else ())
             if isinstance(column[index], NarrowGradient)
         ]
@@ -188,7 +188,7 @@ class _Group:
         return SlicedTensor(local, slicing, on_write=item._on_write)
 
 
-def _writes(func: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
+def written_elements(func: Any, kwargs: dict[str, Any]) -> tuple[int, ...]:
     """Where elements are written. Fused optimizers write to gradients only where they unscale them."""
     kept = kwargs.get("grad_scale") is None and func._schema.name.startswith("aten::_fused_")
     return tuple(p for p in written(func) if not (kept and func._schema.arguments[p].name == "grads"))

@@ -157,6 +157,19 @@ class SlicedTensor(torch.Tensor):
             )
         self.detach().copy_(value)
 
+    def elements(self, start: int, numel: int) -> Tensor:
+        """Some of this rank's elements, for reading."""
+        return self.local[start : start + numel]
+
+    def part(self, start: int, numel: int, slicing: Slicing) -> SlicedTensor:
+        """Some of this rank's elements, which share its memory, as the slice of another tensor."""
+        return SlicedTensor(self.local[start : start + numel], slicing, on_write=self._on_write)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that its elements take."""
+        return self.local.nbytes
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         stop = self.slicing.start + self.slicing.numel
         return (
@@ -219,7 +232,7 @@ class SlicedTensor(torch.Tensor):
         return checkpointable.chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return checkpointable.find_box(self, index.offset)
+        return checkpointable.view_box(self, checkpointable.find_piece(self, index.offset))
 
 
 def rebuild_slice(

@@ -1,0 +1,98 @@
+"""Offload: what users say about where model states rest."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from onecopy.errors import SettingsError
+from onecopy.stage import Stage
+
+HOST: Final = "cpu"
+"""The name of host memory."""
+
+_NO_DIRECTORY: Final = ("", "gpu", "cuda", "device", "host", "ram", "disk", "nvme", "ssd")
+"""Words that people write for a place, and that name none."""
+
+Where = str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where model states rest while nobody computes with them (ZeRO-Offload, ZeRO-Infinity).
+
+    The result is bit for bit that of the same run without it.
+
+    Attributes:
+        optimizer: where masters, optimizer states and gradients rest: "cpu" (host memory) or the path of a directory,
+            in which each rank keeps one file without a name. None leaves them on the device.
+        parameters: where the slices rest from which stage 3 gathers, in the compute dtype: "cpu", a directory, or None
+            for the device.
+        prefetch: units to bring ahead of the one that computes, where ``parameters`` is given.
+    """
+
+    optimizer: Where = None
+    parameters: Where = None
+    prefetch: int = 1
+
+    def check(self, stage: Stage) -> None:
+        """Raise `SettingsError` for what cannot work, saying what would. Nothing is made or written yet."""
+        for name in ("optimizer", "parameters"):
+            _check_place(name, getattr(self, name))
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise SettingsError(f"Offload(prefetch=) must be a whole number of at least 0; found {self.prefetch!r}")
+        if self.optimizer is None and self.parameters is None:
+            raise SettingsError(
+                'Offload() moves nothing: say where optimizer states rest, Offload(optimizer="cpu") or '
+                'Offload(optimizer="/path"), or leave offload= away'
+            )
+        if not stage.shards_optimizer:
+            raise SettingsError(
+                f"offload works on slices, of which stage {stage.number} has none: take stage 1, 2 or 3, also on one "
+                f"rank"
+            )
+        if self.parameters is None:
+            return
+        if not stage.shards_parameters:
+            raise SettingsError(
+                f"Offload(parameters=) needs stage 3: at stage {stage.number} whole parameters stay on the device "
+                f"through a step. Take stage=3, or leave parameters= away"
+            )
+        if self.optimizer is None:
+            raise SettingsError(
+                f"Offload(parameters={self.parameters!r}) leaves masters on the device, which are larger: give "
+                f"optimizer= too"
+            )
+        if self.on_disk("parameters") and not self.on_disk("optimizer"):
+            raise SettingsError(
+                f"Offload(parameters={os.fspath(self.parameters)!r}) keeps parameters on disk and masters, which are "
+                f"larger, in host memory: give optimizer= a directory too"
+            )
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """Kinds of store, of which all ranks need the same; their directories may differ."""
+        first, second = (
+            "files" if self.on_disk(name) else str(getattr(self, name)) for name in ("optimizer", "parameters")
+        )
+        return first, second
+
+    def on_disk(self, name: str) -> bool:
+        """Whether the setting ``name`` is a directory."""
+        return getattr(self, name) not in (None, HOST)
+
+    def directory(self, name: str) -> Path:
+        """The directory that the setting ``name`` is."""
+        return Path(getattr(self, name))
+
+
+def _check_place(name: str, place: Where) -> None:
+    if place is None or place == HOST:
+        return
+    if not isinstance(place, str | os.PathLike) or place in _NO_DIRECTORY:
+        raise SettingsError(f'Offload({name}=) must be None, "cpu" or the path of a directory; found {place!r}')
+    path = Path(place)
+    if path.exists() and not path.is_dir():
+        raise SettingsError(f"Offload({name}={str(path)!r}) is not a directory; give the path of one")
