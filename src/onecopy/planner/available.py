@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Final
 
-READY: Final[frozenset[str]] = frozenset({"units+cpu", "P_a", "P_a+cpu", "tensor parallelism"})
+READY: Final[frozenset[str]] = frozenset(
+    {
+        "units+cpu",
+        "P_a",
+        "P_a+cpu",
+        "tensor parallelism",
+        "optimizer on cpu",
+        "optimizer on nvme",
+        "parameters on cpu",
+        "parameters on nvme",
+    }
+)
 """Of the features in `WORDS`, those that onecopy has."""
 
 WORDS: Final = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, Literal
 
 from onecopy.planner.available import missing
@@ -21,6 +22,9 @@ from onecopy.planner.quantities import gigabytes
 from onecopy.stage import Stage
 
 Offload = Literal["none", "optimizer on cpu", "optimizer on nvme", "parameters on cpu", "parameters on nvme"]
+
+_SLOTS: Final = 3
+"""Units in memory while an optimizer steps over states on disk, as the engine has it."""
 
 OFFLOADS: Final[tuple[Offload, ...]] = (
     "none",
@@ -175,11 +179,8 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
     Raises:
         SettingsError: if there is no such stage.
     """
-    units = local_units(job, option)
     schedule = option.schedule(job)
-    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
-    peaks |= step_bytes(units, schedule)
-    peaks["save"] = _save(units, schedule, peaks["step"])
+    units, peaks = _held(job, replace(option, offload="none"))
     peaks = {phase: _with_overheads(_offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
     seconds, sent = step_seconds(job, machine, option, schedule, units)
     samples = machine.gpus // option.tensor * option.micro_batch * option.accumulate
@@ -195,6 +196,16 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
         samples * job.sequence / seconds.total,
         _limited_by(machine, option, seconds),
     )
+
+
+@lru_cache(maxsize=16)
+def _held(job: Job, option: Option) -> tuple[list[Unit], dict[Phase, Sizes]]:
+    """The units as one rank holds them, and bytes by phase, nothing offloaded; options differ in that one by one."""
+    units, schedule = local_units(job, option), option.schedule(job)
+    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
+    peaks |= step_bytes(units, schedule)
+    peaks["save"] = _save(units, schedule, peaks["step"])
+    return units, peaks
 
 
 def local_units(job: Job, option: Option) -> list[Unit]:
@@ -256,10 +267,13 @@ def _offloaded(sizes: Sizes, option: Option, schedule: Schedule) -> Sizes:
     if option.offload == "none":
         return sizes
     sizes = {**sizes, "optimizer": 0.0, "optimizer_temporaries": 0.0, "gradients_sliced": 0.0}
-    # At stage 3 slices in the compute dtype stay on the device, unless parameters are offloaded too.
-    stays = Stage.of(option.stage).shards_parameters and not option.offload.startswith("parameters")
+    # Slices in the compute dtype stay on the device for gathers, unless parameters are offloaded too.
+    stays = not option.offload.startswith("parameters")
     share = schedule.widths.compute / schedule.widths.master if stays else 0.0
     sizes["parameters_sliced"] *= share
+    if stays and schedule.shard == 1:
+        # What one rank gathers is its slice.
+        sizes["parameters_gathered"] = 0.0
     return sizes
 
 
@@ -273,13 +287,14 @@ def _host(job: Job, machine: Machine, option: Option, units: list[Unit]) -> floa
     each = PROCESS_BYTES
     own = sum(unit.parameters for unit in units) / _slices(option)
     widths = job.widths
-    if option.offload != "none":
-        # Gradients come down and parameters go up through page-locked memory.
-        each += 2 * pinned_bytes(widths.compute * own)
-        if option.offload.endswith("cpu"):
-            each += 3 * widths.master * own
+    if option.offload.endswith("cpu"):
+        # Masters and gradients lie in page-locked memory, moments beside them.
+        each += pinned_bytes(widths.master * own) + pinned_bytes(widths.gradient * own) + 2 * widths.master * own
         if option.offload == "parameters on cpu":
             each += pinned_bytes(widths.compute * own)
+    elif option.offload != "none":
+        largest = max(unit.parameters for unit in units) / _slices(option)
+        each += _SLOTS * (3 * widths.master + widths.gradient) * largest
     if option.checkpointing.endswith("+cpu"):
         each += sum(pinned_bytes(kept_bytes(unit, option.checkpointing, option.tensor)) for unit in units)
     return each * machine.per_node
@@ -368,15 +383,18 @@ def _update_seconds(job: Job, machine: Machine, option: Option, own: float, comp
     widths = job.widths
     if option.offload == "none":
         return own * 7 * widths.master / machine.gpu.memory_bandwidth, 0.0
-    up = widths.compute * own / machine.gpu.host
-    down = max(0.0, widths.compute * own / machine.gpu.host - compute / 2)
-    transfer = up + down
+    # Gradients leave beside backward, in the dtype in which they are summed.
+    down = max(0.0, widths.gradient * own / machine.gpu.host - compute / 2)
+    transfer = widths.compute * own / machine.gpu.host + down
     update = cpu_step_seconds(own, machine.host_bandwidth / machine.per_node)
     if option.offload.endswith("nvme"):
-        # Reads and writes of three fp32 states.
-        transfer += 6 * widths.master * own * machine.per_node / machine.nvme_bandwidth
+        # Three fp32 states are read and written beside the update, and gradients read; these are written in backward.
+        disk = machine.nvme_bandwidth / machine.per_node
+        transfer += max(0.0, (6 * widths.master + widths.gradient) * own / disk - update)
+        transfer += max(0.0, widths.gradient * own * option.accumulate / disk - compute / 2)
     if option.offload.startswith("parameters"):
-        fetched = 2 * widths.compute * own * option.accumulate / machine.gpu.host
+        source = machine.gpu.host if option.offload.endswith("cpu") else machine.nvme_bandwidth / machine.per_node
+        fetched = 2 * widths.compute * own * option.accumulate / source
         transfer += max(0.0, fetched - compute)
     return update, transfer
 

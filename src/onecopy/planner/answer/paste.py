@@ -34,6 +34,9 @@ def shard_call(job: Job, found: Estimate) -> str:
         arguments.append(f"accumulate={option.accumulate}")
     if option.checkpointing != "off":
         arguments.append(f"activations=onecopy.Activations({_activations(option)})")
+    if option.offload != "none":
+        lines = [*([_STATES] if option.offload.endswith("nvme") else []), *lines]
+        arguments.append(f"offload=onecopy.Offload({_offload(option)})")
     if found.loads_on_meta:
         lines.append('# built inside `with torch.device("meta"):`, for it does not fit beside its slices')
     lines.append(f"model = onecopy.shard(model, {', '.join(arguments)})")
@@ -52,6 +55,15 @@ def _activations(option: Option) -> str:
     if option.checkpointing.endswith("+cpu"):
         arguments.append('offload="cpu"')
     return ", ".join(arguments)
+
+
+_STATES = 'states = "/nvme/states"  # a directory on each node\'s own disk'
+
+
+def _offload(option: Option) -> str:
+    """Arguments of `onecopy.Offload`."""
+    place = '"cpu"' if option.offload.endswith("cpu") else "states"
+    return f"optimizer={place}" + (f", parameters={place}" if option.offload.startswith("parameters") else "")
 
 
 def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) -> str:
@@ -87,6 +99,10 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
         lines.append("partition = false")
     if option.checkpointing.endswith("+cpu"):
         lines.append('keep_on = "cpu"')
+    if option.offload != "none":
+        place = "cpu" if option.offload.endswith("cpu") else "/nvme/states"
+        lines += ["", "[offload]", f'optimizer_on = "{place}"']
+        lines += [f'parameters_on = "{place}"'] if option.offload.startswith("parameters") else []
     return "\n".join(lines) + "\n"
 
 
