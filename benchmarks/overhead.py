@@ -2,15 +2,17 @@
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --layers 100 --ranks 64 --stages 3 --profile
+    python benchmarks/overhead.py --units auto
 
-Two copies of one net of many narrow layers, each layer a unit, take steps in turn: one plain, one sharded over N ranks
+Two copies of one net of many narrow layers take steps in turn: one plain, one sharded over N ranks
 that do not exist (`fake.py`). Nothing is sent and the arithmetic is the same, so the difference is the engine, and what
 the fake group's collectives cost, which are timed alone in the same rounds and taken off. Seconds are the
 processor's for this process, so that what else the machine does counts little. Medians over rounds:
 
     engine = step of the sharded net - step of the plain net - its collectives alone
 
-It should not depend on N, and grow with the number of units only: the two tables that are printed.
+It should not depend on N, and grow with the number of layers only: the two tables that are printed. Each layer is a
+unit; with `--units auto`, as by default, layers as narrow as these are the root's.
 
 `--group silent` takes a group whose collectives cost next to nothing at any N, which is the fairer look at many ranks.
 `--systems fully_shard` measures torch's own fully_shard in the same way, as stage 3. Its collectives are taken to be
@@ -50,6 +52,7 @@ class Case:
     ranks: int
     stage: int
     system: str = "onecopy"
+    units: str = "each"
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def measure(case: Case, rounds: int, warmup: int = 3, profile: bool = False, gro
     """Interleaved steps of one case on a group of its own."""
     with fake_group(case.ranks, group):
         plain = Stepper(Narrow(case.kind, case.layers))
-        model = onecopy.shard(Narrow(case.kind, case.layers), case.stage)
+        narrow = Narrow(case.kind, case.layers)
+        model = onecopy.shard(narrow, case.stage, units=list(narrow.blocks) if case.units == "each" else "auto")
         sharded = Stepper(model)
         for _ in range(warmup):
             sharded()
@@ -179,6 +183,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 1024])
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--systems", nargs="+", choices=("onecopy", "fully_shard"), default=["onecopy"])
+    parser.add_argument("--units", choices=("each", "auto"), default="each")
     parser.add_argument("--group", choices=("fake", "silent"), default="fake")
     parser.add_argument("--kind", nargs="+", choices=("linear", "block"), default=["linear", "block"])
     parser.add_argument("--rounds", type=int, default=15)
@@ -190,7 +195,7 @@ def main() -> None:
     by_ranks = [(options.layers[len(options.layers) // 2], ranks) for ranks in options.ranks]
     by_layers = [(layers, options.ranks[0]) for layers in options.layers]
     cases = [
-        Case(kind, layers, ranks, stage, system)
+        Case(kind, layers, ranks, stage, system, options.units)
         for system in options.systems
         for kind in options.kind
         for stage in (options.stages if system == "onecopy" else [3])

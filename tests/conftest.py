@@ -16,6 +16,8 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The allocator of pyarrow, which datasets imports, has a thread of its own otherwise.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 # Whatever is not whole holds NaN in the tests, so that whoever reads it too early is found out.
 os.environ["ONECOPY_POISON"] = "1"
 

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.load import Loaded, load
     from onecopy.checkpoint.pretrained import load_pretrained
     from onecopy.checkpoint.save import save
+    from onecopy.checkpoint.save_pretrained import save_pretrained
     from onecopy.checkpoint.writing import Saving
+    from onecopy.integrations.accelerate import from_accelerate
     from onecopy.integrations.deepspeed import from_deepspeed
     from onecopy.memory.store.offload import Offload
     from onecopy.observe.ledger import Entry, Ledger, Traffic
@@ -46,6 +48,7 @@ __all__ = [
     "arena",
     "ema",
     "export",
+    "from_accelerate",
     "from_deepspeed",
     "gathered",
     "ledger",
@@ -56,6 +59,7 @@ __all__ = [
     "padded_numel",
     "profile",
     "save",
+    "save_pretrained",
     "shard",
 ]
 
@@ -65,9 +69,11 @@ _HOMES = {
     "onecopy.checkpoint.load": ("Loaded", "load"),
     "onecopy.checkpoint.pretrained": ("load_pretrained",),
     "onecopy.checkpoint.save": ("save",),
+    "onecopy.checkpoint.save_pretrained": ("save_pretrained",),
     "onecopy.checkpoint.writing": ("Saving",),
     "onecopy.memory.store.offload": ("Offload",),
     "onecopy.observe.ledger": ("Entry", "Ledger", "Traffic"),
+    "onecopy.integrations.accelerate": ("from_accelerate",),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
     "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.tensor.precision": ("Precision",),

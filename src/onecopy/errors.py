@@ -50,3 +50,7 @@ class NotFiniteError(OnecopyError, ArithmeticError):
 
 class WriteError(OnecopyError, OSError):
     """A file that a run leaves behind could not be written: a disk is full, for instance. Names the file."""
+
+
+class MissingPackageError(OnecopyError, ImportError):
+    """A package that an integration works with is not installed. Names the extra that brings it."""

@@ -27,11 +27,11 @@ from odd_forwards import (
     Signatures,
 )
 from odd_models import Reused
+from one_fork import Forked, On, one_fork
 from onecopy.activations import Activations, checkpoint
 from onecopy.errors import UsageError
 from onecopy.observe.ledger import Ledger
 from oracle import OPTIMIZERS, Run, assert_trains_like_twin, part, train
-from ranks import run_ranks
 from tensor_parallel_models import DIM, Block, Gpt, full_weights, mesh_of, parallelize
 
 # --- inputs that differ between ranks, or change
@@ -42,7 +42,8 @@ def _tensor_mesh() -> DeviceMesh:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_elements_that_are_alike_do_not_hide_others_that_are_not(dtype: torch.dtype) -> None:
+@one_fork
+def test_large_elements_that_are_alike_do_not_hide_others_that_are_not(dtype: torch.dtype) -> Forked:
     """As few channels do whose activations are a hundred times larger. Oracle: the function without a checkpoint."""
 
     def run(rank: int) -> int:
@@ -56,11 +57,12 @@ def test_large_elements_that_are_alike_do_not_hide_others_that_are_not(dtype: to
         assert torch.equal(x.grad, torch.autograd.grad(torch.tanh(x * 1).sum(), [x])[0])
         return ledger.total.bytes_sent("activations")
 
-    assert run_ranks(2, run) == [0, 0]
+    assert (yield On(2, run)) == [0, 0]
 
 
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
-def test_elements_that_are_not_finite_are_compared_too(odd: float) -> None:
+@one_fork
+def test_elements_that_are_not_finite_are_compared_too(odd: float) -> Forked:
     """They are alike where both ranks have them. Whatever ranks find, they find the same, or the next message hangs."""
 
     def run(rank: int) -> list[int]:
@@ -73,10 +75,11 @@ def test_elements_that_are_not_finite_are_compared_too(odd: float) -> None:
             sent.append(ledger.total.bytes_sent("activations"))
         return sent
 
-    assert run_ranks(2, run) == [[64 * 4, 0, 0]] * 2
+    assert (yield On(2, run)) == [[64 * 4, 0, 0]] * 2
 
 
-def test_complex_activations_are_compared_in_both_parts() -> None:
+@one_fork
+def test_complex_activations_are_compared_in_both_parts() -> Forked:
     def run(rank: int) -> list[int]:
         sent = []
         for imaginary in (0.0, float(rank)):
@@ -86,11 +89,12 @@ def test_complex_activations_are_compared_in_both_parts() -> None:
             sent.append(ledger.total.bytes_sent("activations"))
         return sent
 
-    assert run_ranks(2, run) == [[2 * 8, 0]] * 2
+    assert (yield On(2, run)) == [[2 * 8, 0]] * 2
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu", "files"])
-def test_an_input_that_is_modified_in_place_gives_no_wrong_gradient(offload: str, tmp_path: Path) -> None:
+@one_fork
+def test_an_input_that_is_modified_in_place_gives_no_wrong_gradient(offload: str, tmp_path: Path) -> Forked:
     """Oracle: torch's own error for the same function; where the input was copied, the function's own gradient."""
 
     offloads: dict[str, Any] = {"none": None, "cpu": "cpu", "files": tmp_path}
@@ -119,7 +123,7 @@ def test_an_input_that_is_modified_in_place_gives_no_wrong_gradient(offload: str
             else:
                 torch.testing.assert_close(gradient(call, changes), torch.ones(4).sin().exp() * torch.ones(4).cos())
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
 # --- units of any structure
@@ -129,14 +133,15 @@ def test_an_input_that_is_modified_in_place_gives_no_wrong_gradient(offload: str
 @pytest.mark.parametrize(
     "kind", [InDicts, Signatures, OnlyDeepOutput, InPlaceAfter, Recursive, NoInputGradient, ParameterReturned, Reused]
 )
-def test_recomputed_units_of_any_structure_train_like_one_process(kind: type[nn.Module], offload: str | None) -> None:
+@one_fork
+def test_recomputed_units_of_any_structure_train_like_one_process(kind: type[nn.Module], offload: str | None) -> Forked:
     """Nested inputs and outputs, keyword arguments, units that call themselves or are called twice."""
 
     def run(rank: int) -> None:
         settings: dict[str, Any] = {"stage": 3, "activations": Activations(offload=offload)}
         assert_trains_like_twin(rank, 2, lambda: seeded(kind), vector_batches(3), **settings)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 class _OddBlock(Block):
@@ -182,12 +187,13 @@ def _odd(rank: int, stage: int, activations: Activations | None) -> tuple[Run, d
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_dropout_autocast_and_nested_arguments_change_no_bit_under_partitioning(stage: int) -> None:
+@one_fork
+def test_dropout_autocast_and_nested_arguments_change_no_bit_under_partitioning(stage: int) -> Forked:
     """Against the same run without activation checkpoints: losses, norms, weights, and how often units are gathered."""
-    plain = run_ranks(4, _odd, stage, None)
+    plain = yield On(4, _odd, stage, None)
     for offload in (None, "cpu"):
         for (expected, gathers, _), (run, calls, sent) in zip(
-            plain, run_ranks(4, _odd, stage, Activations(offload=offload)), strict=True
+            plain, (yield On(4, _odd, stage, Activations(offload=offload))), strict=True
         ):
             assert (run.losses, run.norms) == (expected.losses, expected.norms)
             assert all(torch.equal(run.weights[name], value) for name, value in expected.weights.items())

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.activations import Activations, checkpoint
 from onecopy.errors import OffloadError, SettingsError, UsageError
 from onecopy.observe.ledger import Ledger
@@ -55,7 +56,8 @@ def _dropped(x: Tensor, weight: Tensor, *, scale: float, seen: list[Tensor]) -> 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_function_is_computed_again_with_the_same_masks(ranks: int, offload: str, tmp_path: Path) -> None:
+@one_fork
+def test_a_function_is_computed_again_with_the_same_masks(ranks: int, offload: str, tmp_path: Path) -> Forked:
     """Keyword, nested and other arguments go through; gradients equal those of the function itself, bit for bit."""
 
     def gradients(call: Callable[..., dict[str, Any]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -78,13 +80,14 @@ def test_a_function_is_computed_again_with_the_same_masks(ranks: int, offload: s
         assert torch.equal(seen[0], seen[1])
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
-    run_ranks(ranks, run)
+    yield On(ranks, run)
     assert list(tmp_path.rglob("*.bin")) == []
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_is_kept_is_the_input_divided_by_the_ranks(ranks: int, offload: str, tmp_path: Path) -> None:
+@one_fork
+def test_what_is_kept_is_the_input_divided_by_the_ranks(ranks: int, offload: str, tmp_path: Path) -> Forked:
     """Oracle: shapes. 6·8 fp32 elements over 1, 2 or 4 ranks; none on the device when it is offloaded."""
 
     def run(rank: int) -> None:
@@ -105,11 +108,12 @@ def test_what_is_kept_is_the_input_divided_by_the_ranks(ranks: int, offload: str
         gc.collect()
         assert meter.live["checkpoints"] == meter.off_device.get("checkpoints", 0) == 0
 
-    run_ranks(ranks, run)
+    yield On(ranks, run)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_any_shape_and_stride_comes_back(ranks: int) -> None:
+@one_fork
+def test_any_shape_and_stride_comes_back(ranks: int) -> Forked:
     """Two ranks divide neither 15 elements nor 1. Dense strides stay as they are."""
 
     def run(rank: int) -> None:
@@ -135,7 +139,7 @@ def test_any_shape_and_stride_comes_back(ranks: int) -> None:
             assert torch.equal(seen[0], seen[1])
             assert seen[0].stride() == seen[1].stride() or number >= len(dense)
 
-    run_ranks(ranks, run)
+    yield On(ranks, run)
 
 
 class _Same(torch.autograd.Function):
@@ -150,7 +154,8 @@ class _Same(torch.autograd.Function):
         return gradient
 
 
-def test_what_ranks_do_not_hold_alike_is_left_whole() -> None:
+@one_fork
+def test_what_ranks_do_not_hold_alike_is_left_whole() -> Forked:
     """As sequence parallelism cuts it: a plain tensor by its values, a DTensor by its placement."""
 
     def run(rank: int) -> list[int]:
@@ -170,10 +175,11 @@ def test_what_ranks_do_not_hold_alike_is_left_whole() -> None:
         torch.testing.assert_close(alike.grad, 2 * alike.detach().exp())
         return sent
 
-    assert run_ranks(2, run) == [[0, 16, 0, 16, 0]] * 2
+    assert (yield On(2, run)) == [[0, 16, 0, 16, 0]] * 2
 
 
-def test_autocast_is_as_it_was() -> None:
+@one_fork
+def test_autocast_is_as_it_was() -> Forked:
     def run(rank: int) -> None:
         seen = []
 
@@ -187,10 +193,11 @@ def test_autocast_is_as_it_was() -> None:
         y.sum().backward()
         assert seen == [torch.bfloat16] * 2
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
-def test_evaluation_keeps_nothing_and_errors_leave_no_hook_behind() -> None:
+@one_fork
+def test_evaluation_keeps_nothing_and_errors_leave_no_hook_behind() -> Forked:
     def run(rank: int) -> None:
         meter = Meter(Ledger())
         block = checkpoint(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), meter=meter)
@@ -207,10 +214,11 @@ def test_evaluation_keeps_nothing_and_errors_leave_no_hook_behind() -> None:
         with pytest.raises(UsageError, match="checkpointed already"):
             checkpoint(block)
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
-def test_what_cannot_work_says_so(tmp_path: Path) -> None:
+@one_fork
+def test_what_cannot_work_says_so(tmp_path: Path) -> Forked:
     (tmp_path / "file").write_text("")
     with pytest.raises(SettingsError, match='None, "cpu" or the path'):
         checkpoint(torch.exp, offload="cuda")
@@ -225,10 +233,11 @@ def test_what_cannot_work_says_so(tmp_path: Path) -> None:
         with pytest.raises(SettingsError, match=r'mesh\["tensor"\]'):
             checkpoint(torch.exp, mesh_of())
 
-    run_ranks(4, run)
+    yield On(4, run)
 
 
-def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
+@one_fork
+def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> Forked:
     """The system's limit on the size of a file stands for a full disk; mapped memory of one ends in a bus error."""
 
     def run(rank: int) -> None:
@@ -249,10 +258,11 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path: Pat
         with pytest.raises(OffloadError, match=r"keep 4,096 bytes .*No such file"):
             function(x[:1024] * 1)
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
-def test_an_offload_that_cannot_work_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+@one_fork
+def test_an_offload_that_cannot_work_leaves_the_model_as_it_was(tmp_path: Path) -> Forked:
     (tmp_path / "file").write_text("")
 
     def run(rank: int) -> None:
@@ -264,7 +274,7 @@ def test_an_offload_that_cannot_work_leaves_the_model_as_it_was(tmp_path: Path) 
         settings: dict[str, Any] = {"stage": 3, "activations": Activations(offload="cpu")}
         assert_trains_like_twin(rank, 1, lambda: model, vector_batches(2), twin=lambda: seeded(Stack), **settings)
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
 # --- units of a sharded model
@@ -272,7 +282,8 @@ def test_an_offload_that_cannot_work_leaves_the_model_as_it_was(tmp_path: Path) 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_recomputed_units_train_like_one_process(stage: int, accumulate: int) -> None:
+@one_fork
+def test_recomputed_units_train_like_one_process(stage: int, accumulate: int) -> Forked:
     """Plain recomputation: there is no tensor axis."""
 
     def run(rank: int) -> None:
@@ -280,11 +291,12 @@ def test_recomputed_units_train_like_one_process(stage: int, accumulate: int) ->
         assert_trains_like_twin(rank, 2, lambda: seeded(TinyGPT), token_batches(4), **settings)
         assert_trains_like_twin(rank, 2, lambda: seeded(Stack), vector_batches(4), **settings)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("g", [1, 2])
-def test_stage_3_gathers_a_unit_once_for_recomputation_and_backward(g: int) -> None:
+@one_fork
+def test_stage_3_gathers_a_unit_once_for_recomputation_and_backward(g: int) -> Forked:
     """Oracle: the ledger of the same run without recomputation, and the paper's 3gΨ."""
 
     def run(rank: int, activations: Activations | None) -> tuple[int, int, dict[str, int]]:
@@ -296,12 +308,13 @@ def test_stage_3_gathers_a_unit_once_for_recomputation_and_backward(g: int) -> N
         calls = {f"{e.unit} {e.phase}": e.calls for e in traffic.entries if e.op == "all_gather"}
         return traffic.state_bytes, onecopy.padded_numel(model), calls
 
-    for plain, recomputed in zip(run_ranks(2, run, None), run_ranks(2, run, Activations()), strict=True):
+    for plain, recomputed in zip((yield On(2, run, None)), (yield On(2, run, Activations())), strict=True):
         assert plain == recomputed
         assert recomputed[0] == 3 * g * recomputed[1] // 2 * 4
 
 
-def test_the_policy_leaves_out_root_single_layers_and_inner_units() -> None:
+@one_fork
+def test_the_policy_leaves_out_root_single_layers_and_inner_units() -> Forked:
     def run(rank: int) -> None:
         model = onecopy.shard(
             seeded(TinyGPT),
@@ -316,7 +329,7 @@ def test_the_policy_leaves_out_root_single_layers_and_inner_units() -> None:
         loss.backward()
         assert meter.live["checkpoints"] == 0
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
 # --- ZeRO-R at 2×2 ranks

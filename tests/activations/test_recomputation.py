@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onecopy
 from models import seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from oracle import (
     OPTIMIZERS,
     assert_trains_like_twin,
@@ -20,7 +21,7 @@ from oracle import (
     part,
     train,
 )
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 class Checkpointed(nn.Module):
@@ -63,7 +64,8 @@ REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant"
 @every_stage
 @REENTRANT
 @pytest.mark.parametrize("inside", [False, True], ids=["around the block", "inside the block"])
-def test_checkpoints_train_like_twin_without(reentrant: bool, inside: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_checkpoints_train_like_twin_without(reentrant: bool, inside: bool, stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         assert_trains_like_twin(
             rank,
@@ -75,13 +77,14 @@ def test_checkpoints_train_like_twin_without(reentrant: bool, inside: bool, stag
             twin=lambda: seeded(Checkpointed, None, inside),
         )
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @REENTRANT
 @pytest.mark.parametrize("frozen", ["weight", "bias", "blocks.0", "blocks.1"])
-def test_checkpoints_with_frozen_parameters(frozen: str, reentrant: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_checkpoints_with_frozen_parameters(frozen: str, reentrant: bool, stage: int, num_ranks: int) -> Forked:
     """A peer's fault: saved shape against recomputed shape, for a frozen weight released in between."""
 
     def build(kind: bool | None) -> nn.Module:
@@ -102,12 +105,13 @@ def test_checkpoints_with_frozen_parameters(frozen: str, reentrant: bool, stage:
             twin=lambda: build(None),
         )
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @REENTRANT
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_checkpointed_step_sends_no_more_than_a_plain_one(stage: int, reentrant: bool) -> None:
+@one_fork
+def test_a_checkpointed_step_sends_no_more_than_a_plain_one(stage: int, reentrant: bool) -> Forked:
     """Recomputing needs the parameters at the moment at which backward needs them: one gather serves both."""
 
     def sent(rank: int, kind: bool | None) -> int:
@@ -118,13 +122,14 @@ def test_a_checkpointed_step_sends_no_more_than_a_plain_one(stage: int, reentran
         assert step is not None
         return step.state_bytes
 
-    for plain, checkpointed in run_ranks(2, lambda rank: (sent(rank, None), sent(rank, reentrant))):
+    for plain, checkpointed in (yield On(2, lambda rank: (sent(rank, None), sent(rank, reentrant)))):
         assert checkpointed == plain
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @REENTRANT
-def test_a_checkpoint_over_several_units(num_ranks: int, reentrant: bool) -> None:
+@one_fork
+def test_a_checkpoint_over_several_units(num_ranks: int, reentrant: bool) -> Forked:
     """One checkpoint around two blocks, and one nested in it."""
 
     class Wide(Checkpointed):
@@ -153,11 +158,12 @@ def test_a_checkpoint_over_several_units(num_ranks: int, reentrant: bool) -> Non
                 twin=lambda: seeded(Wide, None),
             )
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @REENTRANT
-def test_two_checkpointed_forwards_before_one_backward(reentrant: bool) -> None:
+@one_fork
+def test_two_checkpointed_forwards_before_one_backward(reentrant: bool) -> Forked:
     def run(rank: int) -> None:
         for stage in (1, 2, 3):
             twin, model = seeded(Checkpointed, None), onecopy.shard(seeded(Checkpointed, reentrant), stage)
@@ -171,4 +177,4 @@ def test_two_checkpointed_forwards_before_one_backward(reentrant: bool) -> None:
             for name, value in gathered_weights(model).items():
                 torch.testing.assert_close(value, twin.get_parameter(name).detach(), rtol=0, atol=1e-6)
 
-    run_ranks(2, run)
+    yield On(2, run)

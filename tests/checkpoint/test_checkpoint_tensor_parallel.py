@@ -15,13 +15,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import onecopy
 from models import seeded
+from one_fork import Forked, On, one_fork
 from onecopy.comm.mesh import Axis
 from onecopy.memory.staging import Staging
 from onecopy.observe.ledger import Ledger
 from onecopy.sharding.tensor.checkpointable import boxes_of, view_box
 from onecopy.sharding.tensor.sliced import SlicedTensor, Slicing
 from onecopy.sharding.tensor.tensor_parallel import TensorSpec
-from ranks import run_ranks
 from tensor_parallel_models import Gpt, full_weights, mesh_of, parallelize
 
 
@@ -41,7 +41,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_tensor_parallel_run_goes_on_where_it_was_saved_and_in_plain_pytorch(stage: int, tmp_path: Path) -> None:
+@one_fork
+def test_a_tensor_parallel_run_goes_on_where_it_was_saved_and_in_plain_pytorch(stage: int, tmp_path: Path) -> Forked:
     def save(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model, optimizer = _trained(stage)
         onecopy.save(tmp_path, model, optimizer)
@@ -61,11 +62,11 @@ def test_a_tensor_parallel_run_goes_on_where_it_was_saved_and_in_plain_pytorch(s
         onecopy.load(tmp_path, model)
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
-    saved, later = run_ranks(4, save)[0]
-    for weights in run_ranks(4, go_on):
+    saved, later = (yield On(4, save))[0]
+    for weights in (yield On(4, go_on)):
         for name, expected in later.items():
             torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-6, msg=name)
-    plain = run_ranks(1, load_plain, group=False)[0]
+    plain = (yield On(1, load_plain, group=False))[0]
     assert plain.keys() == saved.keys()
     for name, expected in saved.items():
         assert torch.equal(plain[name], expected), name

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.checkpoint import storage
 from onecopy.errors import CheckpointError, SettingsError, UsageError
 from oracle import assert_same_weights, gathered_weights, mean_over_ranks, part, whole_weights
@@ -123,11 +124,12 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "accumulation, background", "fp16, scaler"])
 @every_stage
+@one_fork
 def test_resumed_run_is_the_one_that_never_stopped(
     stage: int, num_ranks: int, settings: dict[str, Any], tmp_path: Path
-) -> None:
+) -> Forked:
     """Losses and weights, with dropout, two groups, a scheduler and clipping."""
-    run_ranks(num_ranks, _stop_and_go, num_ranks, stage, tmp_path / "c", settings)
+    yield On(num_ranks, _stop_and_go, num_ranks, stage, tmp_path / "c", settings)
 
 
 # --- any other number of ranks, stage and kind of model
@@ -205,12 +207,13 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("saver, save_ranks, loader, load_ranks", CHANGES)
+@one_fork
 def test_goes_on_elsewhere_like_the_whole_batch_twin(
     twin: Any, saver: str, save_ranks: int, loader: str, load_ranks: int, tmp_path: Path
-) -> None:
+) -> Forked:
     """To fp32 rounding; tied weights, groups with their own learning rates, the schedule."""
-    run_ranks(save_ranks, _train_and_save, save_ranks, saver, tmp_path, group=save_ranks > 1)
-    results = run_ranks(load_ranks, _load_and_train, load_ranks, loader, tmp_path, group=load_ranks > 1)
+    yield On(save_ranks, _train_and_save, save_ranks, saver, tmp_path, group=save_ranks > 1)
+    results = yield On(load_ranks, _load_and_train, load_ranks, loader, tmp_path, group=load_ranks > 1)
     for losses, weights in results:
         assert losses == pytest.approx(twin[0], rel=1e-6, abs=0)
         assert_same_weights(weights, twin[1], atol=2e-6)
@@ -227,9 +230,10 @@ def _save_pieces(rank: int, kind: str, directory: Path, piece: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["DDP", "stage 0", "replicated"])
-def test_copies_are_written_once_and_the_work_is_shared(kind: str, tmp_path: Path) -> None:
+@one_fork
+def test_copies_are_written_once_and_the_work_is_shared(kind: str, tmp_path: Path) -> Forked:
     """Oracle: the bytes of model and Adam states, counted by hand; four ranks write them, each about a quarter."""
-    run_ranks(4, _save_pieces, kind, tmp_path, 256)
+    yield On(4, _save_pieces, kind, tmp_path, 256)
     (path,) = tmp_path.glob("step-*")
     metadata = storage.Reader(path).read_metadata()
     saved = metadata.state_dict_metadata
@@ -302,8 +306,9 @@ def _errors(rank: int, directory: Path) -> None:
         onecopy.load(directory, model, optimizer)
 
 
-def test_what_cannot_work_is_an_error_that_says_what_can(tmp_path: Path) -> None:
-    run_ranks(2, _errors, tmp_path / "c")
+@one_fork
+def test_what_cannot_work_is_an_error_that_says_what_can(tmp_path: Path) -> Forked:
+    yield On(2, _errors, tmp_path / "c")
 
 
 def _groups(rank: int, directory: Path) -> None:
@@ -323,8 +328,9 @@ def _groups(rank: int, directory: Path) -> None:
     assert mixed.param_groups[0]["lr"] == 9.0
 
 
-def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> None:
-    run_ranks(2, _groups, tmp_path)
+@one_fork
+def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> Forked:
+    yield On(2, _groups, tmp_path)
 
 
 def _background(rank: int, directory: Path) -> None:
@@ -340,8 +346,9 @@ def _background(rank: int, directory: Path) -> None:
     assert slices <= first.copied < slices + 25_000 < 1.2 * slices
 
 
-def test_background_saves_hold_one_copy_of_the_ranks_share(tmp_path: Path) -> None:
-    run_ranks(2, _background, tmp_path)
+@one_fork
+def test_background_saves_hold_one_copy_of_the_ranks_share(tmp_path: Path) -> Forked:
+    yield On(2, _background, tmp_path)
 
 
 def _load_again(rank: int, directory: Path) -> None:
@@ -365,5 +372,6 @@ def _load_again(rank: int, directory: Path) -> None:
     assert [step(), step()] == expected
 
 
-def test_a_run_that_goes_back_reads_into_the_memory_that_it_has(tmp_path: Path) -> None:
-    run_ranks(2, _load_again, tmp_path)
+@one_fork
+def test_a_run_that_goes_back_reads_into_the_memory_that_it_has(tmp_path: Path) -> Forked:
+    yield On(2, _load_again, tmp_path)

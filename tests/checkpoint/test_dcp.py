@@ -17,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 
 import onecopy
 from models import TinyGPT, seeded, token_batches
+from one_fork import Forked, On, one_fork
 from onecopy.sharding.tensor.boxes import find_boxes
 from oracle import assert_same_weights, gathered_weights, mean_over_ranks, part, train, whole_weights
-from ranks import everywhere, run_ranks
+from ranks import everywhere
 
 
 @st.composite
@@ -80,9 +81,10 @@ def _round_trip(rank: int, stage: int, folder: str) -> None:
 
 
 @everywhere
-def test_plain_dcp_saves_and_loads_a_sharded_model(stage: int, num_ranks: int, tmp_path: Path) -> None:
+@one_fork
+def test_plain_dcp_saves_and_loads_a_sharded_model(stage: int, num_ranks: int, tmp_path: Path) -> Forked:
     """Oracle: the weights as built. The metadata has the parameters' own shapes, and every element once."""
-    run_ranks(num_ranks, _round_trip, stage, str(tmp_path / "c"))
+    yield On(num_ranks, _round_trip, stage, str(tmp_path / "c"))
     metadata: Any = dcp.FileSystemReader(tmp_path / "c").read_metadata()
     for name, parameter in Odd().named_parameters():
         found = metadata.state_dict_metadata[f"model.{name}"]
@@ -108,10 +110,11 @@ def _load_plain(rank: int, folder: str) -> dict[str, Tensor]:
     return whole_weights(model)
 
 
-def test_plain_torch_reads_what_plain_dcp_saved_of_a_sharded_model_and_its_optimizer(tmp_path: Path) -> None:
+@one_fork
+def test_plain_torch_reads_what_plain_dcp_saved_of_a_sharded_model_and_its_optimizer(tmp_path: Path) -> Forked:
     folder = str(tmp_path / "c")
-    expected = run_ranks(3, _save_trained, 3, 3, folder)[0]
-    assert_same_weights(run_ranks(1, _load_plain, folder, group=False)[0], expected, atol=0)
+    expected = (yield On(3, _save_trained, 3, 3, folder))[0]
+    assert_same_weights((yield On(1, _load_plain, folder, group=False))[0], expected, atol=0)
     metadata: Any = dcp.FileSystemReader(folder).read_metadata()
     # The optimizer's own numbering; parameter 0 is the embedding.
     assert metadata.state_dict_metadata["optimizer.state.0.exp_avg"].size == torch.Size([29, 12])
@@ -147,10 +150,11 @@ def _whole_batches(rank: int) -> tuple[list[float], dict[str, Tensor]]:
     return run.losses[2:], whole_weights(model)
 
 
-def test_torchs_own_functions_bring_fully_shards_checkpoint_into_a_sharded_model(tmp_path: Path) -> None:
+@one_fork
+def test_torchs_own_functions_bring_fully_shards_checkpoint_into_a_sharded_model(tmp_path: Path) -> Forked:
     """get_state_dict, dcp.load and set_state_dict, without onecopy.load. Oracle: whole batches in one process."""
-    run_ranks(2, _fully_shard_job, str(tmp_path))
-    losses, weights = run_ranks(1, _whole_batches, group=False)[0]
-    for found_losses, found in run_ranks(3, _go_on, str(tmp_path)):
+    yield On(2, _fully_shard_job, str(tmp_path))
+    losses, weights = (yield On(1, _whole_batches, group=False))[0]
+    for found_losses, found in (yield On(3, _go_on, str(tmp_path))):
         assert found_losses == pytest.approx(losses, rel=1e-6, abs=0)
         assert_same_weights(found, weights, atol=2e-6)

@@ -13,15 +13,17 @@ from torch.optim import AdamW
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import CheckpointError, SettingsError, UsageError
 from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train_twin, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 @every_stage
+@one_fork
 def test_a_save_between_micro_batches_holds_the_last_step_and_disturbs_nothing(
     stage: int, num_ranks: int, tmp_path: Path
-) -> None:
+) -> Forked:
     """Oracles: the weights and states after the last step, and the whole-batch twin that saves nowhere."""
     batches = vector_batches(8)
 
@@ -49,7 +51,7 @@ def test_a_save_between_micro_batches_holds_the_last_step_and_disturbs_nothing(
         optimizer.step()
         assert_same_weights(gathered_weights(resumed), expected.weights)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 class Adapted(nn.Module):
@@ -82,9 +84,10 @@ class LowRank(nn.Module):
 
 
 @every_stage
+@one_fork
 def test_trainable_parameters_alone_are_saved_and_loaded_beside_frozen_ones(
     stage: int, num_ranks: int, tmp_path: Path
-) -> None:
+) -> Forked:
     """Oracle: the run that goes on. Frozen values come from elsewhere; what is missing otherwise is an error."""
     batches = vector_batches(4)
 
@@ -127,11 +130,12 @@ def test_trainable_parameters_alone_are_saved_and_loaded_beside_frozen_ones(
 
     kept = ["down.weight", "up.weight", "calls"]
     expected = [f"model.blocks.{block}.{name}" for block in (0, 1) for name in kept] + ["model.head.bias"]
-    assert run_ranks(num_ranks, run)[0] == sorted(expected)
+    assert (yield On(num_ranks, run))[0] == sorted(expected)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_all_ranks_export_a_run_together(num_ranks: int, tmp_path: Path) -> None:
+@one_fork
+def test_all_ranks_export_a_run_together(num_ranks: int, tmp_path: Path) -> Forked:
     """Each writes a share of the files. Oracle: the weights as they are gathered."""
 
     def run(rank: int) -> dict[str, Tensor]:
@@ -146,18 +150,19 @@ def test_all_ranks_export_a_run_together(num_ranks: int, tmp_path: Path) -> None
             onecopy.export(tmp_path / "run", tmp_path / "file" / "out")
         return gathered_weights(model)
 
-    expected = run_ranks(num_ranks, run)[0]
+    expected = (yield On(num_ranks, run))[0]
     listed = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
     found = {name: load_file(tmp_path / "out" / listed[name])[name] for name in expected}
     assert_same_weights(found, expected, atol=0)
     assert not list(tmp_path.glob(".exporting*"))
 
 
-def test_whole_weights_of_a_plain_model_export_too(tmp_path: Path) -> None:
+@one_fork
+def test_whole_weights_of_a_plain_model_export_too(tmp_path: Path) -> Forked:
     def run(rank: int) -> dict[str, Tensor]:
         onecopy.save(tmp_path / "run", seeded(Stack))
         onecopy.export(tmp_path / "run", tmp_path / "out", dtype=torch.bfloat16)
         return {name: tensor.bfloat16() for name, tensor in whole_weights(seeded(Stack)).items()}
 
-    expected = run_ranks(1, run, group=False)[0]
+    expected = (yield On(1, run, group=False))[0]
     assert_same_weights(load_file(tmp_path / "out" / "model.safetensors"), expected, atol=0)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from commands import command
+from commands import called, command
+from one_fork import Forked, On, one_fork
 from places import ROOT
 
 TESTS = ROOT / "tests" / "support"
@@ -213,11 +214,13 @@ def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
         (["7.5e9", "--gpus", "8", "--html", "nowhere/page.html"], "in a directory that exists"),
     ],
 )
-def test_what_cannot_work_is_one_message(arguments: list[str], message: str) -> None:
-    done = _plan(*arguments, code=2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not done.stdout
+@one_fork
+def test_what_cannot_work_is_one_message(arguments: list[str], message: str) -> Forked:
+    ((code, output, errors),) = yield On(1, called, TESTS, "plan", *arguments, group=False)
+    assert code == 2, errors
+    assert message in errors
+    assert "Traceback" not in errors
+    assert not output
 
 
 @pytest.mark.parametrize(
@@ -229,13 +232,15 @@ def test_what_cannot_work_is_one_message(arguments: list[str], message: str) -> 
         ("failing.py", "1 / 0", "failing:build", "ZeroDivisionError"),
     ],
 )
+@one_fork
 def test_a_file_of_the_users_that_is_wrong_is_one_message(
     name: str, text: str, model: str, message: str, tmp_path: Path
-) -> None:
+) -> Forked:
     (tmp_path / name).write_text(text)
-    done = _plan(model, "--gpus", "8", code=2, folder=tmp_path)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    ((code, _, errors),) = yield On(1, called, tmp_path, "plan", model, "--gpus", "8", group=False)
+    assert code == 2, errors
+    assert message in errors
+    assert "Traceback" not in errors
 
 
 def test_planning_from_a_count_loads_no_torch() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import command
 from onecopy.recipes.config import Config
 from onecopy.recipes.settings import keys
 from train_runs import COMMAND, TINY, environment, long_run, onecopy, read_run
@@ -128,9 +129,9 @@ def test_own_ranks_from_a_config_file(tmp_path: Path) -> None:
         assert words in ended.stdout
 
     # The same config again: no run overwrites another, and no rank is started to find that out.
-    again = onecopy("train", str(directory / "config.toml"))
-    assert again.returncode == 2
-    assert "must be new or empty" in again.stderr
+    code, _, errors = command("train", str(directory / "config.toml"))
+    assert code == 2
+    assert "must be new or empty" in errors
     assert read_run(directory)[0] == records
 
 

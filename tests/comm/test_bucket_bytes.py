@@ -9,6 +9,7 @@ import torch
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import SettingsError
 from oracle import OPTIMIZERS, assert_trains_like_twin, part, train
 from ranks import run_ranks
@@ -38,21 +39,23 @@ def test_buffers_do_not_grow_with_the_model(stage: int, num_ranks: int) -> None:
     assert all(0 < nbytes <= 2 * 2048 for ranks in found for nbytes in ranks)
 
 
-def test_the_bound_is_an_upper_one() -> None:
+@one_fork
+def test_the_bound_is_an_upper_one() -> Forked:
     """A small model gets small buffers: a unit here has 430 parameters, of which a peer sends half, for two reduces."""
-    for nbytes in run_ranks(2, _buffers, 2, 2, 1 << 40, {"width": 10, "layers": 3}):
+    for nbytes in (yield On(2, _buffers, 2, 2, 1 << 40, {"width": 10, "layers": 3})):
         assert 0 < nbytes <= 2 * 3 * 4 * 230
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 4096])
-def test_pieces_of_any_size_train_like_one_process(stage: int, bucket_bytes: int) -> None:
+@one_fork
+def test_pieces_of_any_size_train_like_one_process(stage: int, bucket_bytes: int) -> Forked:
     def run(rank: int) -> None:
         settings: dict[str, Any] = {"stage": stage, "bucket_bytes": bucket_bytes, "clip": 0.5}
         steps = 1 if bucket_bytes == 1 else 3
         assert_trains_like_twin(rank, 2, lambda: seeded(TinyGPT), token_batches(steps), **settings)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])

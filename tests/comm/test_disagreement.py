@@ -21,23 +21,16 @@ from models import Stack, seeded, vector_batches
 from onecopy.comm import mesh, patience
 from onecopy.comm.native_calls import NativeCalls
 from onecopy.errors import CollectiveError, CollectiveTimeout, MismatchError, OnecopyError
-from oracle import OPTIMIZERS, part, train
+from oracle import OPTIMIZERS, part
 from ranks import RankError, run_ranks
+from stack_loops import stack, step
+from told import Told
 
 
 @pytest.fixture(autouse=True, params=["memory", "sockets"])
 def _either_transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that needs no answer does not wait for one, and what that means differs by transport."""
     monkeypatch.setattr(ranks, "default_transport", request.param)
-
-
-def _stack() -> Stack:
-    return seeded(Stack)  # type: ignore[no-any-return]
-
-
-def _step(model: nn.Module, rank: int, num_ranks: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, [part(vector_batches(1)[0], rank, num_ranks)])
 
 
 def _another_shape(rank: int) -> dict[str, Any]:
@@ -49,18 +42,18 @@ def _more_layers(rank: int) -> dict[str, Any]:
 
 
 def _frozen(rank: int) -> dict[str, Any]:
-    model = _stack()
+    model = stack()
     model.head.requires_grad_(rank != 1)
     return {"model": model, "stage": 2}
 
 
 def _another_dtype(rank: int) -> dict[str, Any]:
-    return {"model": _stack().to(torch.float64 if rank == 1 else torch.float32), "stage": 2}
+    return {"model": stack().to(torch.float64 if rank == 1 else torch.float32), "stage": 2}
 
 
 def _but(**settings: Any) -> Callable[[int], dict[str, Any]]:
     """The same model and stage on every rank, but rank 1 with another setting."""
-    return lambda rank: {"model": _stack(), "stage": 2} | (settings if rank == 1 else {})
+    return lambda rank: {"model": stack(), "stage": 2} | (settings if rank == 1 else {})
 
 
 @pytest.mark.parametrize(
@@ -98,21 +91,23 @@ def test_ranks_given_different_things_are_told_the_first_difference(
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_rank_that_runs_fewer_backwards_is_named_by_the_others(stage: int) -> None:
     """A time-out, not a hang: the others name the collective, its unit and the rank that is missing, and all end."""
+    told = Told(3)
 
     def run(rank: int) -> str:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        _step(model, rank, 3, optimizer)
+        step(model, rank, 3, optimizer)
         loss = model(*part(vector_batches(1)[0], rank, 3))
         if rank == 2:
-            time.sleep(2.5)
+            told.wait_for_others()
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             loss.backward()
+        told.tell(rank)
         return str(caught.value)
 
     start = time.monotonic()
-    first, second, _ = run_ranks(3, run, group_timeout=1.0)
+    first, second, _ = run_ranks(3, run, group_timeout=0.8)
     assert time.monotonic() - start < 20
     for message in (first, second):
         assert "all_reduce" in message if stage == 0 else "reduce_scatter" in message or "all_gather" in message
@@ -122,17 +117,20 @@ def test_a_rank_that_runs_fewer_backwards_is_named_by_the_others(stage: int) -> 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_that_runs_fewer_forwards_is_named_by_the_others(stage: int) -> None:
+    told = Told(2)
+
     def run(rank: int) -> str:
-        model = onecopy.shard(_stack(), stage)
-        _step(model, rank, 2)
+        model = onecopy.shard(stack(), stage)
+        step(model, rank, 2)
         if rank == 1:
-            time.sleep(2.5)
+            told.wait_for_others()
             return ""
         with pytest.raises(CollectiveTimeout) as caught:
             model(*part(vector_batches(1)[0], rank, 2)).backward()
+        told.tell(rank)
         return str(caught.value)
 
-    message, _ = run_ranks(2, run, group_timeout=1.0)
+    message, _ = run_ranks(2, run, group_timeout=0.8)
     assert "reduce_scatter" in message
     assert "rank 1" in message
 
@@ -141,15 +139,15 @@ def test_a_rank_that_dies_is_named_and_no_process_is_left() -> None:
     """The survivors raise at once (gloo sees the closed connection) instead of waiting for the time limit."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), 3)
-        _step(model, rank, 3)
+        model = onecopy.shard(stack(), 3)
+        step(model, rank, 3)
         # Or it might die before the others are through with the step, which fetch its slices when they like.
         torch.distributed.barrier()
         if rank == 1:
             raise MemoryError("on purpose")
         start = time.monotonic()
         with pytest.raises(OnecopyError, match="rank 1"):
-            _step(model, rank, 3)
+            step(model, rank, 3)
         assert time.monotonic() - start < 5
 
     with pytest.raises(RankError, match=r"^rank 1 failed:(.|\n)*on purpose") as caught:
@@ -198,7 +196,7 @@ def test_a_long_wait_is_logged_once_with_what_and_whom_it_waits_for(
         handler = logging.Handler()
         handler.emit = lambda record: logged.append(record.getMessage())
         logging.getLogger("onecopy").addHandler(handler)
-        model = onecopy.shard(_stack(), 3)
+        model = onecopy.shard(stack(), 3)
         optimizer = SGD(model.parameters(), lr=0.1)
 
         def late(here: str) -> None:

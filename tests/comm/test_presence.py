@@ -6,12 +6,9 @@ The oracle is the same program with ranks that end together.
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
-import textwrap
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +21,7 @@ from models import Stack, seeded, vector_batches
 from onecopy.errors import OnecopyError
 from onecopy.sharding.engine.engine import find_engine
 from oracle import part
+from programs import Programs, interpreter
 from ranks import run_ranks
 
 TRANSPORTS = ["memory", "sockets"]
@@ -110,7 +108,7 @@ model = onecopy.shard(torch.nn.Sequential(*layers), 3, units=["0", "1", "2", "3"
 x = torch.ones(4, 64)
 model(x).sum().backward()
 if rank:
-    time.sleep(1)
+    time.sleep(0.4)
 with torch.no_grad():
     print(float(model(x).sum()))
 if how == "destroys":
@@ -126,52 +124,46 @@ if how == "goes on" and rank == 1:
 """
 
 
-def _run_program(folder: Path, transport: str, how: str) -> tuple[list[int], list[str], list[str], float]:
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    with interpreter() as made:
+        yield made
+
+
+def _run_program(
+    programs: Programs, folder: Path, transport: str, how: str
+) -> tuple[list[int], list[str], list[str], float]:
     """Codes, outputs and errors of two ranks, and the seconds that they took."""
     program = folder / "program.py"
-    program.write_text(textwrap.dedent(PROGRAM))
+    program.write_text(PROGRAM)
     start = time.monotonic()
-    settings = {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "ONECOPY_CROSS_MEMORY": "1" if transport == "memory" else "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program), how, str(folder / "store")],
-            env=os.environ | settings | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        texts = [rank.communicate(timeout=50) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    outputs, errors = [text[0] for text in texts], [text[1] for text in texts]
-    return [rank.returncode for rank in ranks], outputs, errors, time.monotonic() - start
+    memory = {"ONECOPY_CROSS_MEMORY": "1" if transport == "memory" else "0"}
+    ended = programs.run(
+        [str(program), how, str(folder / "store")], [memory | {"RANK": str(rank)} for rank in range(2)], folder
+    )
+    return *ended, time.monotonic() - start
 
 
 @pytest.mark.parametrize(("how", "transport"), [("ends", "memory"), ("destroys", "sockets"), ("drops", "sockets")])
-def test_a_program_that_ends_early_stays_for_a_late_reader(how: str, transport: str, tmp_path: Path) -> None:
+def test_a_program_that_ends_early_stays_for_a_late_reader(
+    how: str, transport: str, programs: Programs, tmp_path: Path
+) -> None:
     """Both ranks print the same number and end well; the number is that of one process."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     with torch.no_grad():
         expected = float(model(torch.ones(4, 64)).sum())
-    codes, outputs, errors, _ = _run_program(tmp_path, transport, how)
+    codes, outputs, errors, _ = _run_program(programs, tmp_path, transport, how)
     assert codes == [0, 0], errors
     assert [float(text) for text in outputs] == pytest.approx([expected] * 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_that_goes_on_when_the_other_has_ended_is_told_at_once(transport: str, tmp_path: Path) -> None:
+def test_a_rank_that_goes_on_when_the_other_has_ended_is_told_at_once(
+    transport: str, programs: Programs, tmp_path: Path
+) -> None:
     """Of the group's 60 seconds."""
-    codes, _, errors, seconds = _run_program(tmp_path, transport, "goes on")
+    codes, _, errors, seconds = _run_program(programs, tmp_path, transport, "goes on")
     assert codes == [0, 1], errors
     assert "CollectiveError: reduce_scatter" in errors[1]
     assert "rank 0" in errors[1]
@@ -183,9 +175,9 @@ def test_a_rank_that_goes_on_when_the_other_has_ended_is_told_at_once(transport:
     [("fails", 1, "ValueError: of its own", "sockets"), ("exits", 3, "", "memory")],
 )
 def test_a_rank_that_fails_at_its_end_does_not_stay(
-    how: str, code: int, text: str, transport: str, tmp_path: Path
+    how: str, code: int, text: str, transport: str, programs: Programs, tmp_path: Path
 ) -> None:
-    codes, _, errors, seconds = _run_program(tmp_path, transport, how)
+    codes, _, errors, seconds = _run_program(programs, tmp_path, transport, how)
     assert codes[0] == code, errors
     assert text in errors[0]
     assert seconds < 30

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from oracle import OPTIMIZERS, assert_trains_like_twin, part, train
-from ranks import run_ranks
 
 
 def table(stage: int, g: int) -> int:
@@ -53,9 +53,10 @@ def _steps(
 @pytest.mark.parametrize("g", [1, 2, 3])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_of_every_step_equal_the_table(stage: int, num_ranks: int, g: int, precision: str) -> None:
+@one_fork
+def test_bytes_of_every_step_equal_the_table(stage: int, num_ranks: int, g: int, precision: str) -> Forked:
     itemsize = {"fp32": 4, "bf16": 2}[precision]
-    for steps, psi in run_ranks(num_ranks, _steps, num_ranks, stage, g, precision, 2 if g > 1 else 3):
+    for steps, psi in (yield On(num_ranks, _steps, num_ranks, stage, g, precision, 2 if g > 1 else 3)):
         share = psi * (num_ranks - 1) * itemsize // num_ranks
         assert psi * (num_ranks - 1) * itemsize % num_ranks == 0
         for traffic in steps:
@@ -79,14 +80,16 @@ def _untold(rank: int, stage: int, micro_batches: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_untold_micro_batches_gather_once_more_and_only_once(stage: int) -> None:
+@one_fork
+def test_untold_micro_batches_gather_once_more_and_only_once(stage: int) -> Forked:
     """Whole parameters go after the backward that a step is expected to follow; where others come, that is learnt."""
-    for gathers in run_ranks(2, _untold, stage, [1, 3, 3, 3, 1, 1]):
+    for gathers in (yield On(2, _untold, stage, [1, 3, 3, 3, 1, 1])):
         assert gathers == [1, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_of_two_optimizers_is_one_page(stage: int) -> None:
+@one_fork
+def test_a_step_of_two_optimizers_is_one_page(stage: int) -> Forked:
     """Each has a part of the parameters and clips it. Also of micro-batches that nobody told of."""
 
     def run(rank: int) -> tuple[list[int], int, int]:
@@ -108,21 +111,23 @@ def test_a_step_of_two_optimizers_is_one_page(stage: int) -> None:
 
     # Stages 0 and 1 send gradients twice, for nobody told of the second micro-batch; stages 1 and 2 learn it.
     expected = {0: [2, 4, 4, 4], 1: [2, 4, 3, 3], 2: [2, 4, 3, 3], 3: [3, 6, 6, 6]}[stage]
-    for sent, norm, psi in run_ranks(2, run):
+    for sent, norm, psi in (yield On(2, run)):
         assert sent == [times * psi // 2 * 4 for times in expected]
         assert norm == (0 if stage == 0 else 2 * 8)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_sends_nothing(stage: int) -> None:
+@one_fork
+def test_one_rank_sends_nothing(stage: int) -> Forked:
     for group in (True, False):
-        ((steps, _),) = run_ranks(1, _steps, 1, stage, 2, "fp32", group=group)
+        ((steps, _),) = yield On(1, _steps, 1, stage, 2, "fp32", group=group)
         assert [entry for traffic in steps for entry in traffic.entries if entry.bytes_sent] == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_padding_is_bounded(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_padding_is_bounded(stage: int, num_ranks: int) -> Forked:
     """At most 8 elements a parameter and 16 a rank and bucket: enough to align by 16 bytes, no more."""
 
     def run(rank: int) -> tuple[int, int]:
@@ -132,12 +137,13 @@ def test_padding_is_bounded(stage: int, num_ranks: int) -> None:
 
     plain = seeded(TinyGPT)
     buckets, parameters = 3, len(list(plain.parameters()))
-    for numel, padded in run_ranks(num_ranks, run):
+    for numel, padded in (yield On(num_ranks, run)):
         assert numel <= padded <= numel + 8 * parameters + 16 * num_ranks * buckets
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_units_change_nothing_in_total(stage: int) -> None:
+@one_fork
+def test_units_change_nothing_in_total(stage: int) -> Forked:
     """However the model is cut into units, what travels is Ψ and its padding."""
 
     def run(rank: int, units: Any) -> float:
@@ -145,11 +151,12 @@ def test_units_change_nothing_in_total(stage: int) -> None:
         return traffic.state_bytes / (psi // 2 * 4)
 
     for units in ("auto", [], [nn.Linear], ["blocks.1", nn.LayerNorm]):
-        assert run_ranks(2, run, units) == [table(stage, 1)] * 2
+        assert (yield On(2, run, units)) == [table(stage, 1)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_sync_sends_as_accumulate_does(stage: int) -> None:
+@one_fork
+def test_no_sync_sends_as_accumulate_does(stage: int) -> Forked:
     """Stages 0 and 1 send once a step whatever g; stages 2 and 3 send in each micro-batch."""
 
     def run(rank: int) -> tuple[int, int]:
@@ -165,13 +172,14 @@ def test_no_sync_sends_as_accumulate_does(stage: int) -> None:
         assert traffic is not None
         return traffic.state_bytes, onecopy.padded_numel(model)
 
-    for sent, psi in run_ranks(2, run):
+    for sent, psi in (yield On(2, run)):
         assert sent == table(stage, 2) * psi // 2 * 4
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_gathers_once_a_forward_or_not_at_all(stage: int, mode: str) -> None:
+@one_fork
+def test_evaluation_gathers_once_a_forward_or_not_at_all(stage: int, mode: str) -> Forked:
     """Whole parameters that stages 1 and 2 keep until the next step serve every forward until then."""
 
     def run(rank: int) -> tuple[int, int]:
@@ -182,11 +190,12 @@ def test_evaluation_gathers_once_a_forward_or_not_at_all(stage: int, mode: str) 
                 model(*part(batch, rank, 2))
         return onecopy.ledger(model).total.state_bytes - before, onecopy.padded_numel(model)
 
-    for sent, psi in run_ranks(2, run):
+    for sent, psi in (yield On(2, run)):
         assert sent == {0: 0, 1: 1, 2: 1, 3: 3}[stage] * psi // 2 * 4
 
 
-def test_control_messages_are_a_few_bytes() -> None:
+@one_fork
+def test_control_messages_are_a_few_bytes() -> Forked:
     """The norm and a barrier are one number, an agreement one byte a parameter: never a hidden gradient."""
 
     def run(rank: int) -> dict[str, int]:
@@ -194,14 +203,15 @@ def test_control_messages_are_a_few_bytes() -> None:
         return {op: traffic.bytes_sent(op) for op in {entry.op for entry in traffic.entries}}
 
     parameters = len(list(seeded(TinyGPT, layers=3).parameters()))
-    for sent in run_ranks(2, run):
+    for sent in (yield On(2, run)):
         assert sent.keys() == {"all_gather", "reduce_scatter", "norm", "agree", "barrier"}
         assert sent["norm"] == 8
         assert sent["barrier"] == 4
         assert sent["agree"] <= 8 * parameters
 
 
-def test_the_ledger_names_units_phases_and_seconds() -> None:
+@one_fork
+def test_the_ledger_names_units_phases_and_seconds() -> Forked:
     def run(rank: int) -> None:
         (*_, traffic), _ = _steps(rank, 2, 3, 1, "fp32")
         units = {entry.unit for entry in traffic.entries if entry.op == "reduce_scatter"}
@@ -212,10 +222,11 @@ def test_the_ledger_names_units_phases_and_seconds() -> None:
             assert gathers == 2 * traffic.bytes_sent("reduce_scatter", unit=unit)
         assert all(entry.seconds > 0 and entry.calls >= 1 for entry in traffic.entries)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_total_is_setup_and_all_steps() -> None:
+@one_fork
+def test_total_is_setup_and_all_steps() -> Forked:
     def run(rank: int) -> None:
         model = onecopy.shard(seeded(Stack), 2)
         ledger = onecopy.ledger(model)
@@ -230,7 +241,7 @@ def test_total_is_setup_and_all_steps() -> None:
         current = sum(entry.bytes_sent for entry in ledger.current.entries)
         assert sum(entry.bytes_sent for entry in ledger.total.entries) - sent - current <= setup
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 # --- hybrid sharding
@@ -242,7 +253,8 @@ def _mesh(replicate: int, shard: int) -> DeviceMesh:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("replicate, shard", [(2, 2), (1, 2), (2, 1), (4, 1)])
-def test_hybrid_mesh_sends_what_its_axes_say(stage: int, replicate: int, shard: int) -> None:
+@one_fork
+def test_hybrid_mesh_sends_what_its_axes_say(stage: int, replicate: int, shard: int) -> Forked:
     """Over shard as ever, with S ranks; over replicate an all-reduce of the slice, 2(R - 1)/R · Ψ/S (FSDP §3.2.2)."""
     num_ranks = replicate * shard
 
@@ -253,7 +265,7 @@ def test_hybrid_mesh_sends_what_its_axes_say(stage: int, replicate: int, shard: 
         control = sum(e.bytes_sent for e in traffic.entries if e.op == "agree" and e.axis == "shard")
         return over_shard - control, over_replicate, traffic.state_bytes, psi
 
-    for over_shard, over_replicate, total, psi in run_ranks(num_ranks, run):
+    for over_shard, over_replicate, total, psi in (yield On(num_ranks, run)):
         assert total == over_shard + over_replicate
         if stage == 0:
             # Nothing is sharded: both axes carry an all-reduce of everything.
@@ -267,7 +279,8 @@ def test_hybrid_mesh_sends_what_its_axes_say(stage: int, replicate: int, shard: 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("replicate, shard", [(2, 2), (1, 3), (3, 1), (2, 1)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_hybrid_mesh_trains_like_twin(stage: int, replicate: int, shard: int, accumulate: int) -> None:
+@one_fork
+def test_hybrid_mesh_trains_like_twin(stage: int, replicate: int, shard: int, accumulate: int) -> Forked:
     num_ranks = replicate * shard
 
     def run(rank: int) -> None:
@@ -282,10 +295,11 @@ def test_hybrid_mesh_trains_like_twin(stage: int, replicate: int, shard: int, ac
             mesh=_mesh(replicate, shard),
         )
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_mesh_of_one_axis_over_some_of_the_ranks() -> None:
+@one_fork
+def test_mesh_of_one_axis_over_some_of_the_ranks() -> Forked:
     """Two models on two halves of four ranks, which must not disturb each other."""
 
     def run(rank: int) -> None:
@@ -303,4 +317,4 @@ def test_mesh_of_one_axis_over_some_of_the_ranks() -> None:
             for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
                 torch.testing.assert_close(found.detach(), expected.detach(), rtol=0, atol=1e-6)
 
-    run_ranks(4, run)
+    yield On(4, run)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onecopy
+from one_fork import Forked, On, one_fork
 from onecopy.comm import mesh as mesh_file
 from onecopy.comm.collective import Collective, Label, Posted, Program
 from onecopy.comm.cross_memory import SWITCH, Fetch, Neighbours, find_neighbours
@@ -27,7 +28,6 @@ from onecopy.comm.transport import Peers, Transport
 from onecopy.errors import CollectiveError, CollectiveTimeout
 from onecopy.memory.staging import Staging
 from onecopy.observe.ledger import Ledger
-from ranks import run_ranks
 
 
 def _exchange(own: object) -> list[object]:
@@ -101,12 +101,13 @@ def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[s
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-def test_collectives_equal_torch_on_all_ranks_data(num_ranks: int, make: str, dtype: torch.dtype, limit: int) -> None:
+@one_fork
+def test_collectives_equal_torch_on_all_ranks_data(num_ranks: int, make: str, dtype: torch.dtype, limit: int) -> Forked:
     data = [_data(rank, 240, dtype) for rank in range(num_ranks)]
     mean = torch.stack([d.double() for d in data]).mean(0)
     # fp32 sums of N terms; bf16 results are rounded once, at the end.
     tolerance = {"rtol": 1e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2**-8, "atol": 1e-6}
-    for rank, got in enumerate(run_ranks(num_ranks, _collectives, make, dtype, limit)):
+    for rank, got in enumerate((yield On(num_ranks, _collectives, make, dtype, limit))):
         part = slice(rank * 240 // num_ranks, (rank + 1) * 240 // num_ranks)
         owners = torch.arange(240) * num_ranks // 240
         assert torch.equal(got["all_gather"], torch.stack(data)[owners, torch.arange(240)])
@@ -118,9 +119,10 @@ def test_collectives_equal_torch_on_all_ranks_data(num_ranks: int, make: str, dt
         assert got["max"].tolist() == [num_ranks - 1.0, 0.0]
 
 
-def test_direct_exchange_gives_the_same_bits_on_every_rank_and_in_every_run() -> None:
-    first = run_ranks(4, _collectives, "direct", torch.float32, 2**20)
-    again = run_ranks(4, _collectives, "direct", torch.float32, 64)
+@one_fork
+def test_direct_exchange_gives_the_same_bits_on_every_rank_and_in_every_run() -> Forked:
+    first = yield On(4, _collectives, "direct", torch.float32, 2**20)
+    again = yield On(4, _collectives, "direct", torch.float32, 64)
     for got in (*first, *again):
         assert torch.equal(got["all_reduce"], first[0]["all_reduce"])
 
@@ -215,14 +217,15 @@ def _plain(batch: Tensor) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("how", ["delayed", "memory", "sockets"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_way_and_time_of_messages_change_nothing(stage: int, how: str) -> None:
+@one_fork
+def test_way_and_time_of_messages_change_nothing(stage: int, how: str) -> Forked:
     """A buffer reused while a late collective reads it would give every layer the last one's gradient.
 
     Oracle: one process on the whole batch.
     """
     batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     expected = list(_plain(batch))
-    for weights in run_ranks(2, _train, stage, how, batch):
+    for weights in (yield On(2, _train, stage, how, batch)):
         for got, want in zip(weights, expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
@@ -236,8 +239,9 @@ def _offer_other_sizes(rank: int) -> str:
     return str(caught.value.__cause__)
 
 
-def test_collectives_that_do_not_belong_together_are_refused_where_memory_is_read() -> None:
-    small, large = run_ranks(2, _offer_other_sizes)
+@one_fork
+def test_collectives_that_do_not_belong_together_are_refused_where_memory_is_read() -> Forked:
+    small, large = yield On(2, _offer_other_sizes)
     assert "32 bytes where 16 were expected" in small
     assert "16 bytes where 32 were expected" in large
 
@@ -253,8 +257,9 @@ def _leave_before_reading(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_neighbour_that_never_answers_is_named() -> None:
-    said, _ = run_ranks(2, _leave_before_reading)
+@one_fork
+def test_a_neighbour_that_never_answers_is_named() -> Forked:
+    said, _ = yield On(2, _leave_before_reading)
     assert "all_gather of unit 'block'" in said
     assert "no answer from rank 1" in said
 
@@ -264,9 +269,10 @@ def _neighbours(rank: int, *, switched_off: int | None) -> list[int]:
     return sorted(find_neighbours(rank, range(dist.get_world_size()), _exchange, 1.0).mailboxes)
 
 
-def test_neighbours_are_mutual_and_can_be_switched_off() -> None:
-    assert run_ranks(3, partial(_neighbours, switched_off=None)) == [[1, 2], [0, 2], [0, 1]]
-    assert run_ranks(3, partial(_neighbours, switched_off=1)) == [[2], [], [0]]
+@one_fork
+def test_neighbours_are_mutual_and_can_be_switched_off() -> Forked:
+    assert (yield On(3, partial(_neighbours, switched_off=None))) == [[1, 2], [0, 2], [0, 1]]
+    assert (yield On(3, partial(_neighbours, switched_off=1))) == [[2], [], [0]]
 
 
 def test_memory_is_read_or_refused() -> None:
@@ -293,14 +299,16 @@ def _exchange_notes(rank: int, count: int) -> list[tuple[int, ...]]:
     return read
 
 
-def test_notes_arrive_whole_and_in_order_through_a_small_ring() -> None:
+@one_fork
+def test_notes_arrive_whole_and_in_order_through_a_small_ring() -> Forked:
     count = 3000
-    _, read = run_ranks(2, _exchange_notes, count)
+    _, read = yield On(2, _exchange_notes, count)
     expected = [(number % 2, number, -number, 5) for number in range(count)]
     assert read == [note for note in expected if note[0] == 1] + [note for note in expected if note[0] == 0]
 
 
-def test_a_peer_that_is_gone_is_named_however_it_is_noticed() -> None:
+@one_fork
+def test_a_peer_that_is_gone_is_named_however_it_is_noticed() -> Forked:
     """While looking for a peer's gradients between two of its own, a rank must not fall over inside."""
 
     def run(rank: int) -> None:
@@ -322,4 +330,4 @@ def test_a_peer_that_is_gone_is_named_however_it_is_noticed() -> None:
         with pytest.raises(CollectiveError, match=r"all_gather of unit 'blocks\.0'.*rank 1 broke"):
             collective.advance_if_ready()
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)

@@ -350,3 +350,16 @@ def test_state_dict_functions_have_their_settings_in_info() -> None:
     for name in ("_get_model_state_dict", "_get_optim_state_dict"):
         assert "info" in inspect.signature(getattr(state_dict, name)).parameters, f"moved in torch {torch.__version__}"
     assert {"full_state_dict", "cpu_offload"} <= set(state_dict._StateDictInfo.__dataclass_fields__)
+
+
+def test_the_default_groups_store_is_to_be_had() -> None:
+    """comm/monitor.py; read in torch 2.13."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    def run(rank: int) -> str:
+        store = _get_default_store()
+        assert not store.check(["onecopy-nobody-sets-this"])
+        store.set("onecopy-set", "a value")
+        return store.get("onecopy-set").decode()
+
+    assert run_ranks(1, run) == ["a value"]

@@ -38,6 +38,7 @@ ORDER = (
     "planner.engine",
     "planner.answer",
     "integrations",
+    "compat",
     "report",
     "recipes",
     "cli",

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import onecopy
+from one_fork import Forked, On, one_fork
 from onecopy.checkpoint.deepspeed import import_deepspeed
 from onecopy.errors import CheckpointError
 from oracle import assert_same_weights, gathered_weights, mean_over_ranks
 from places import FIXTURES
-from ranks import run_ranks
 
 
 def _maker() -> Any:
@@ -74,10 +74,11 @@ def _states(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str,
 
 
 @pytest.mark.parametrize("case", MAKER.CASES)
-def test_weights_states_and_the_next_losses_are_deepspeeds(case: str, tmp_path: Path) -> None:
+@one_fork
+def test_weights_states_and_the_next_losses_are_deepspeeds(case: str, tmp_path: Path) -> Forked:
     """After bf16 training the fp32 masters are exact; states and losses of an fp32 run are other ones."""
     source, stage, exact = FIXTURES / f"deepspeed-{case}", int(case[5]), not case.endswith("bf16")
-    step, found_stage, ranks, parameters = run_ranks(1, _import, source, tmp_path, group=False)[0]
+    step, found_stage, ranks, parameters = (yield On(1, _import, source, tmp_path, group=False))[0]
     assert (step, found_stage, ranks) == (2, stage, 2)
     assert parameters == sum(p.numel() for p in MAKER.Tied().parameters())
     expected = torch.load(source / "expected.pt", weights_only=True)
@@ -100,8 +101,8 @@ def test_weights_states_and_the_next_losses_are_deepspeeds(case: str, tmp_path: 
             losses.append(loss.item())
         return weights, states, mean_over_ranks(losses)
 
-    twin = run_ranks(1, _twin, group=False)[0]
-    for weights, states, losses in run_ranks(4, resume):
+    twin = (yield On(1, _twin, group=False))[0]
+    for weights, states, losses in (yield On(4, resume)):
         torch.manual_seed(0)
         frozen = MAKER.Tied().frozen.weight.detach()
         frozen = frozen if exact else frozen.bfloat16().float()
@@ -133,7 +134,8 @@ class Evil:
         (lambda tag: shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "layer_00.pt"), "are not read"),
     ],
 )
-def test_what_cannot_be_read_is_said(damage: Any, words: str, tmp_path: Path) -> None:
+@one_fork
+def test_what_cannot_be_read_is_said(damage: Any, words: str, tmp_path: Path) -> Forked:
     source = shutil.copytree(FIXTURES / "deepspeed-stage2", tmp_path / "source")
     damage(source / "global_step2")
 
@@ -141,5 +143,5 @@ def test_what_cannot_be_read_is_said(damage: Any, words: str, tmp_path: Path) ->
         with pytest.raises(CheckpointError, match=words):
             import_deepspeed(source, tmp_path / "out")
 
-    run_ranks(1, rank_main, group=False)
+    yield On(1, rank_main, group=False)
     assert not (tmp_path / "out").exists()

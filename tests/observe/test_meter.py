@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import onecopy
+from one_fork import Forked, On, one_fork
 from onecopy.observe.meter import beside, cgroup_limit
 from ranks import run_ranks
 
@@ -70,7 +71,8 @@ def _with_whole_parameters(got: dict[str, dict[str, int]], stage: int) -> dict[s
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> Forked:
     """Oracle: ZeRO §3.1 and §5, with gradients of 4 bytes where the paper has 2, for they are summed in fp32.
 
     fp32 masters and AdamW's two moments are the paper's K = 12; whole bf16 parameters are its 2Ψ.
@@ -78,7 +80,7 @@ def test_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> None:
     depth = 6
     psi = ROOT + depth * BLOCK
     shards = 1 if stage == 0 else num_ranks
-    for got in run_ranks(num_ranks, _sizes, stage, depth):
+    for got in (yield On(num_ranks, _sizes, stage, depth)):
         held = _with_whole_parameters(got, stage)
         assert got["held"]["parameters_gathered"] == (held["parameters_gathered"] if stage == 0 else 0)
         assert held["parameters_sliced"] + held["optimizer"] == pytest.approx(12 * psi / shards, rel=0.01)
@@ -100,7 +102,8 @@ def _states(held: dict[str, int], depth: int, shards: int) -> float:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_with_lean_gradients_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_with_lean_gradients_model_states_are_the_papers_bytes(stage: int, num_ranks: int) -> Forked:
     """Oracle: ZeRO §3.1 and §5: 16Ψ, 2Ψ + 14Ψ/N, 16Ψ/N; of the last, 2Ψ/N of bf16 parameters are not kept here.
 
     To the byte where every rank holds as much (N = 1), else within 1 %, for slices end where they may.
@@ -111,18 +114,19 @@ def test_with_lean_gradients_model_states_are_the_papers_bytes(stage: int, num_r
     if stage == 3:
         paper -= 2 * psi / num_ranks
     shards = 1 if stage == 0 else num_ranks
-    for got in run_ranks(num_ranks, _sizes, stage, depth, 2, "bf16-lean"):
+    for got in (yield On(num_ranks, _sizes, stage, depth, 2, "bf16-lean")):
         held = _with_whole_parameters(got, stage)
         assert held["gradients_sliced"] == pytest.approx(2 * psi / shards, rel=0.01)
         assert _states(held, depth, shards) == pytest.approx(paper, rel=0 if shards == 1 else 0.01)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_with_lean_gradients_stage_1_is_the_papers_while_gradients_are_whole(num_ranks: int) -> None:
+@one_fork
+def test_with_lean_gradients_stage_1_is_the_papers_while_gradients_are_whole(num_ranks: int) -> Forked:
     """Oracle: ZeRO §5, 4Ψ + 12Ψ/N, between two micro-batches of a step; kept gradients are padded as parameters are."""
     depth = 6
     psi = ROOT + depth * BLOCK
-    for got in run_ranks(num_ranks, _sizes, 1, depth, 2, "bf16-lean", 2):
+    for got in (yield On(num_ranks, _sizes, 1, depth, 2, "bf16-lean", 2)):
         between = got["before_last"]
         assert between["gradients_whole"] == pytest.approx(2 * psi, rel=0.01)
         assert between["gradients_sliced"] == 0
@@ -143,13 +147,15 @@ def test_windows_do_not_grow_with_depth(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_nothing_grows_after_the_second_step(stage: int) -> None:
-    for got in run_ranks(2, _sizes, stage, 4, 5):
+@one_fork
+def test_nothing_grows_after_the_second_step(stage: int) -> Forked:
+    for got in (yield On(2, _sizes, stage, 4, 5)):
         assert got["last"] == got["earlier"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_category_is_ever_below_zero_or_missing_in_the_sum(stage: int) -> None:
+@one_fork
+def test_no_category_is_ever_below_zero_or_missing_in_the_sum(stage: int) -> Forked:
     """Over micro-batches, no_sync, a second backward through a graph, evaluation, and a step that is ended early."""
 
     def run(rank: int) -> None:
@@ -178,7 +184,7 @@ def test_no_category_is_ever_below_zero_or_missing_in_the_sum(stage: int) -> Non
         assert all(changes)
         assert meter.live["gradients_whole"] == meter.live["checkpoints"] == 0
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 def test_what_is_in_no_category_is_shown_beside_the_sum() -> None:
@@ -257,10 +263,11 @@ def _profiled(rank: int, stage: int, folder: Path) -> tuple[int, int, dict[str, 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_profile_sees_plain_pytorchs_activations_and_the_ledgers_bytes(stage: int, tmp_path: Path) -> None:
+@one_fork
+def test_profile_sees_plain_pytorchs_activations_and_the_ledgers_bytes(stage: int, tmp_path: Path) -> Forked:
     """Oracles: storages saved for the plain model; the paper's volume 2Ψ or 3Ψ for the events' bytes."""
     psi = ROOT + 4 * BLOCK
-    for expected, found, content in run_ranks(2, _profiled, stage, tmp_path):
+    for expected, found, content in (yield On(2, _profiled, stage, tmp_path)):
         assert found == expected
         events = content["events"]
         assert isinstance(events, list)
@@ -282,14 +289,16 @@ def _accumulated(rank: int, stage: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_of_several_micro_batches_are_counted_once(stage: int) -> None:
+@one_fork
+def test_gradients_of_several_micro_batches_are_counted_once(stage: int) -> Forked:
     """Oracle: the slices in p.grad. Padding, less than 8 elements a bucket and rank, is counted too."""
-    for counted, held in run_ranks(2, _accumulated, stage):
+    for counted, held in (yield On(2, _accumulated, stage)):
         assert held <= counted < held + 8 * 4 * 6
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_saving_and_loading_are_phases_with_a_peak(stage: int, tmp_path: Path) -> None:
+@one_fork
+def test_saving_and_loading_are_phases_with_a_peak(stage: int, tmp_path: Path) -> Forked:
     """Oracle: slices and AdamW's two moments, which a save between steps finds, in fp32."""
 
     def run(rank: int) -> dict[str, dict[str, int]]:
@@ -305,7 +314,7 @@ def test_saving_and_loading_are_phases_with_a_peak(stage: int, tmp_path: Path) -
         onecopy.load(tmp_path, model, optimizer)
         return dict(meter.peaks)
 
-    peaks = run_ranks(2, run)[0]
+    peaks = (yield On(2, run))[0]
     assert set(peaks) == {"save", "load"}
     parameters = sum(p.numel() for p in Net(2).parameters()) / (1 if stage == 0 else 2)
     for peak in peaks.values():

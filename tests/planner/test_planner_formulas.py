@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from onecopy.errors import SettingsError
+from onecopy.memory import staging
 from onecopy.planner.engine.step import held_between_steps
 from onecopy.planner.formulas import activations, buffers, offload, recovery
 from onecopy.planner.formulas.memory import largest_model, model_state_bytes
@@ -222,7 +223,7 @@ def test_buffers() -> None:
     assert buffers.staging_bytes(8 << 20, 8, 2, native=True) == 2 * 9 * 2 * 2**20
     assert buffers.staging_bytes(8 << 20, 8, 4, native=True, casts=False) == 2 * 8 * 4 * 2**20
     assert buffers.staging_bytes(8 << 20, 8, 2, native=True, all_reduces=True) == 2 * 8 * 2 * 2**20
-    assert (buffers.staging_limit(native=False), buffers.staging_limit(native=True)) == (16 * 2**20, 2**29)
+    assert (buffers.staging_limit(native=False), buffers.staging_limit(native=True)) == (8 * 2**20, 2**29)
 
 
 # --- time
@@ -341,6 +342,12 @@ def test_links_of_a_machine() -> None:
     assert machine.replicate_link(8).bandwidth == 50e9
     with pytest.raises(SettingsError, match="did you mean 'h100'"):
         gpu_of("h1oo")
+
+
+def test_what_formulas_repeat_of_the_engine_is_what_the_engine_has() -> None:
+    """They import no torch, so two constants stand twice."""
+    assert {"cpu": staging.CPU_BYTES, "accelerator": staging.ACCELERATOR_BYTES} == buffers.STAGING_BYTES
+    assert buffers.WIDENED_BYTES == 4 * PIECE_NUMEL
 
 
 def test_formulas_import_no_torch() -> None:

@@ -89,10 +89,30 @@ def _check(found: Comparison, tolerance: float) -> None:
             assert formula == pytest.approx(engine, rel=tolerance), (phase, category)
 
 
-@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.full), 1024])
-@pytest.mark.parametrize("name", MODELS)
-def test_formulas_agree_with_the_simulated_engine_within_3_percent(name: str, ranks: int) -> None:
-    schedules = [Schedule(stage, ranks) for stage in range(4)]
+# At 1024 ranks every model and every stage is met once: which of them meet there does not matter to the formulas.
+AGREEMENTS = {f"{name}-8": (name, 8, (0, 1, 2, 3)) for name in MODELS} | {
+    "gpt2-1024": ("gpt2", 1024, (0, 3)),
+    "llama-1024": ("llama", 1024, (1,)),
+    "resnet-1024": ("resnet", 1024, (2,)),
+}
+REST = {f"{name}-64": (name, 64, (0, 1, 2, 3)) for name in MODELS} | {
+    "gpt2-1024-rest": ("gpt2", 1024, (1, 2)),
+    "llama-1024-rest": ("llama", 1024, (0, 2, 3)),
+    "resnet-1024-rest": ("resnet", 1024, (0, 1, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    "name, ranks, stages",
+    [
+        *(pytest.param(*case, id=name) for name, case in AGREEMENTS.items()),
+        *(pytest.param(*case, id=name, marks=pytest.mark.full) for name, case in REST.items()),
+    ],
+)
+def test_formulas_agree_with_the_simulated_engine_within_3_percent(
+    name: str, ranks: int, stages: tuple[int, ...]
+) -> None:
+    schedules = [Schedule(stage, ranks) for stage in stages]
     for schedule, (units, seen) in zip(schedules, _run_in_child(_both, name, schedules), strict=True):
         _check(tabulate(units, schedule, seen.peaks, seen.bytes_sent), 0.03)
         elements = step_elements(schedule.stage, seen.padded_parameters, ranks).total

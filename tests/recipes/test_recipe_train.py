@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig
 
-# What every rank would otherwise import for itself.
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
+from hub_models import gpt2, llama
 from jobs import CPU, dotted, run_job
 from onecopy.errors import CollectiveTimeout
 from onecopy.recipes.config import Config, Optimizer, Schedule
@@ -26,6 +24,7 @@ from onecopy.recipes.tensor_parallel import parallelize
 from onecopy.recipes.world import World
 from places import ROOT
 from ranks import run_ranks
+from told import Told
 
 SETTINGS = {"schedule.steps": 6, "schedule.warmup": 0.34, "evaluation.evaluate_batches": 2}
 
@@ -43,11 +42,7 @@ def losses(records: list[dict[str, Any]], kind: str = "train") -> list[float]:
 def naive_twin(rank: int, text: bytes) -> tuple[list[float], list[float], list[float]]:
     """Losses, gradient norms and learning rates of six steps, without any part of the job but its data's order."""
     torch.manual_seed(5)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=257, n_positions=16, n_layer=2, n_embd=24, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-    )
+    model = gpt2(257, positions=16)
     rates = [0.005, 0.01, 0.01, *(0.001 + 0.009 * (1 + math.cos(math.pi * k / 3)) / 2 for k in (1, 2, 3))]
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -151,20 +146,7 @@ def test_tensor_parallel_models_compute_what_whole_ones_do(kind: str) -> None:
 
     def build() -> Any:
         torch.manual_seed(2)
-        if kind == "gpt2":
-            small = GPT2Config(vocab_size=61, n_positions=16, n_layer=2, n_embd=16, n_head=4, resid_pdrop=0)
-            small.embd_pdrop = small.attn_pdrop = 0
-            return GPT2LMHeadModel(small)
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=61,
-                hidden_size=16,
-                intermediate_size=40,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-            )
-        )
+        return gpt2(61, hidden=16, heads=4, positions=16) if kind == "gpt2" else llama(61, hidden=16)
 
     def gradients(rank: int, size: int) -> tuple[float, dict[str, torch.Tensor]]:
         model = build()
@@ -229,17 +211,7 @@ def test_a_model_directory_is_loaded_with_its_weights_and_tokenizer(text: Path, 
 
         tokenizer = train_tokenizer([text.read_text()], 300, directory)
         torch.manual_seed(11)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=304,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=32,
-            )
-        ).to(torch.bfloat16)
+        model = llama(304, hidden=32, inner=48).to(torch.bfloat16)
         model.save_pretrained(directory)
         # The first step's batch holds every sequence of the text.
         stream = [*tokenizer.encode([text.read_text()])[0], tokenizer.separator]
@@ -295,15 +267,16 @@ def test_values_pass_between_ranks() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
+    told = Told(2)
+
     def wait(rank: int) -> str:
         if rank == 1:
-            time.sleep(4)
+            told.wait_for_others()
             return ""
-        try:
+        with pytest.raises(CollectiveTimeout) as caught:
             World(rank, rank, 2, CPU).sum(1.0)
-        except CollectiveTimeout as error:
-            return str(error)
-        return "no error"
+        told.tell(rank)
+        return str(caught.value)
 
     assert "no answer from rank 1" in run_ranks(2, wait, group_timeout=1)[0]
 

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +41,9 @@ default_transport: str | None = None
 
 GROUP_TIMEOUT = 25.0
 """Seconds until gloo gives a message up. Far above what any step here takes, below every test's own limit."""
+
+Join = Callable[[int, int, Path, float], None]
+"""Makes the process group of a rank."""
 
 _GRACE = 6.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
@@ -76,6 +80,7 @@ def run_ranks(
     group: bool = True,
     group_timeout: float = GROUP_TIMEOUT,
     transport: str | None = None,
+    join: Join | None = None,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``num_ranks`` forked ranks.
 
@@ -86,6 +91,8 @@ def run_ranks(
         group_timeout: seconds until a message that nobody answers fails.
         transport: "memory", as between ranks on one machine, or "sockets", as between machines. None takes sockets
             for three ranks and memory for other numbers, so that the suite has both.
+        join: makes the process group, called with rank, number of ranks, a file for a store and ``group_timeout``.
+            None joins on gloo.
 
     Returns:
         What each rank returned, in rank order.
@@ -97,6 +104,7 @@ def run_ranks(
     assert group or num_ranks == 1, "without a process group there is one rank"
     transport = transport or default_transport
     memory = transport == "memory" if transport else num_ranks != 3
+    join = join or partial(_join, memory)
     threads = _count_threads(patience=5.0)
     assert threads == 1, f"the parent of forked ranks runs {threads} threads: compute in a rank instead"
     sys.stdout.flush()
@@ -108,7 +116,7 @@ def run_ranks(
             gc.freeze()
             for rank in range(num_ranks):
                 size = num_ranks if group else 0
-                children.append(_fork(rank, size, function, args, Path(folder), group_timeout, memory, children))
+                children.append(_fork(rank, size, function, args, Path(folder), group_timeout, join, children))
             gc.unfreeze()
             failure = _collect(children, time.monotonic() + timeout)
             if failure is not None:
@@ -202,7 +210,7 @@ def _fork(
     args: tuple[Any, ...],
     folder: Path,
     group_timeout: float,
-    memory: bool,
+    join: Join,
     earlier: list[_Child],
 ) -> _Child:
     results, write_results = os.pipe()
@@ -213,7 +221,7 @@ def _fork(
     if pid == 0:
         for end in (results, release, *(end for child in earlier for end in (child.results, child.release))):
             os.close(end)
-        _child(rank, num_ranks, function, args, trace, parent, group_timeout, memory, write_results, wait_release)
+        _child(rank, num_ranks, function, args, trace, parent, group_timeout, join, write_results, wait_release)
     os.close(write_results)
     os.close(wait_release)
     return _Child(rank, pid, results, release, trace)
@@ -227,7 +235,7 @@ def _child(
     trace: Path,
     parent: int,
     group_timeout: float,
-    memory: bool,
+    join: Join,
     results: int,
     release: int,
 ) -> NoReturn:
@@ -243,7 +251,7 @@ def _child(
         answer: dict[str, Any]
         try:
             if num_ranks:
-                _join(rank, num_ranks, trace.parent / "store", group_timeout, memory)
+                join(rank, num_ranks, trace.parent / "store", group_timeout)
             answer = {"result": function(rank, *args)}
             status = 0
         except BaseException:
@@ -258,11 +266,12 @@ def _child(
         os._exit(status)
 
 
-def _join(rank: int, num_ranks: int, path: Path, group_timeout: float, memory: bool) -> None:
+def _join(memory: bool, rank: int, num_ranks: int, path: Path, group_timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["ONECOPY_CROSS_MEMORY"] = "1" if memory else "0"
     # Public code reads these; torch itself needs only the store.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     store = dist.FileStore(str(path), num_ranks)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=group_timeout)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from onecopy.activations.partition import Partition
 from onecopy.activations.region import Region
-from onecopy.activations.store import make_store
+from onecopy.activations.store import Store, make_store
 from onecopy.comm.mesh import Axis, make_mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.arena import Arena
@@ -65,21 +65,17 @@ def checkpoint(
                 f'activations are cut over the tensor axis: pass mesh["tensor"]; found axes {mesh.mesh_dim_names}.'
             )
         axis = make_mesh(mesh, shards=True, ledger=ledger, staging=Staging()).tensor
-    return checkpoint_over(target, axis, offload=offload, meter=meter or Meter(ledger), unit="")
+    return checkpoint_over(target, axis, make_store(offload, meter or Meter(ledger)), unit="")
 
 
-def checkpoint_over(
-    target: F,
-    axis: Axis,
-    *,
-    offload: str | os.PathLike[str] | None,
-    meter: Meter,
-    unit: str,
-    arena: Arena | None = None,
-) -> F:
-    """As `checkpoint`, over an axis that is made already; gathers are booked under ``unit``."""
-    kept_on_device = arena if offload is None else None
-    partition = Partition(axis, make_store(offload, meter), unit, kept_on_device)
+def checkpoint_over(target: F, axis: Axis, store: Store, *, unit: str, arena: Arena | None = None) -> F:
+    """As `checkpoint`, over an axis and into a store that are made already.
+
+    Args:
+        unit: the name under which gathers are booked.
+        arena: where what stays on the device is kept; None takes memory for it from PyTorch.
+    """
+    partition = Partition(axis, store, unit, arena)
     if isinstance(target, nn.Module):
         if hasattr(target, _REGION):
             raise UsageError(f"this {type(target).__name__} is checkpointed already")

@@ -105,6 +105,10 @@ class Partition:
             flat = self._copy(flat, flat.numel())
         return Saved(self._store.keep(flat), like, cut, spec)
 
+    def settle(self) -> None:
+        """The call whose tensors were saved is over: they may be changed."""
+        self._store.settle()
+
     def _copy(self, values: Tensor, numel: int) -> Tensor:
         """``values`` in memory of their own, of at least ``numel`` elements of which the last may be undefined."""
         if self._arena is None:

@@ -11,7 +11,7 @@ from typing import Final
 from torch import nn
 
 from onecopy.activations.checkpoint import checkpoint_over
-from onecopy.activations.store import check_offload
+from onecopy.activations.store import check_offload, make_store
 from onecopy.comm.mesh import Axis
 from onecopy.errors import SettingsError
 from onecopy.memory.arena import Arena
@@ -64,9 +64,12 @@ class Activations:
         if self.checkpoint == "none":
             return
         axis = tensor if self.partition else tensor.alone()
+        # One for all units, so that each finds what the one before it has kept.
+        store = make_store(self.offload, meter)
+        kept_on_device = arena if self.offload is None else None
         done: list[str] = []
         for name, scope in scopes:
             inside = any(name.startswith(f"{outer}.") for outer in done)
             if name and not inside and next(scope.children(), None) is not None:
-                checkpoint_over(scope, axis, offload=self.offload, meter=meter, unit=name, arena=arena)
+                checkpoint_over(scope, axis, store, unit=name, arena=kept_on_device)
                 done.append(name)

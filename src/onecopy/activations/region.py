@@ -71,6 +71,7 @@ class Region:
             return
         generator, hooks = self._open.pop()
         try:
+            self._partition.settle()
             if failed:
                 generator.close()
             else:

@@ -2,11 +2,16 @@
 
 ============  ==========================================  =======================================================
 ``None``      the device                                  nothing is moved
-``"cpu"``     host memory, pinned where there is a GPU    copies run beside compute, on a stream of their own
+``"cpu"``     host memory, pinned where there is a GPU    copies run beside compute, on two streams of their own
 a directory   one file for each, mapped into memory       written and read through the page cache
 ============  ==========================================  =======================================================
 
-What is kept is fetched in the reverse order of keeping: fetching one begins to fetch the one kept before it.
+What is kept is fetched in the reverse order of keeping: who fetches what one call has kept begins to fetch what the
+call before it kept. A call is what lies between two `settle`s: one pass through a checkpointed unit.
+
+    computing    keep ─────── the unit computes ─────── settle (waits for out)      fetch (waits for in)   recompute …
+    out                └─ copy to the host ─────────────┘
+    in                                                                fetched ahead ─┘
 """
 
 from __future__ import annotations
@@ -35,7 +40,10 @@ class Kept(Protocol):
 
 class Store(Protocol):
     def keep(self, flat: Tensor) -> Kept:
-        """Take the 1-D ``flat``, which nobody else may write to."""
+        """Take the 1-D ``flat``, to which nobody else may write before `settle`."""
+
+    def settle(self) -> None:
+        """The call whose tensors were kept is over: kernels launched from now on find them taken."""
 
 
 def make_store(offload: str | os.PathLike[str] | None, meter: Meter) -> Store:
@@ -78,6 +86,9 @@ class OnDevice:
     def keep(self, flat: Tensor) -> Kept:
         return _OnDevice(flat, self._meter)
 
+    def settle(self) -> None:
+        """Nothing was moved."""
+
 
 class _OnDevice:
     def __init__(self, flat: Tensor, meter: Meter) -> None:
@@ -108,62 +119,115 @@ class Unchanged:
 
 
 class InHostMemory:
-    """Copies tensors to host memory."""
+    """Copies tensors to host memory, on a device beside what it computes."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._latest: weakref.ref[_InHostMemory] | None = None
+        self._lanes: dict[torch.device, _Lanes] = {}
 
     def keep(self, flat: Tensor) -> Kept:
-        stream = None
-        if flat.device.type != "cpu":
-            stream = self._streams.setdefault(flat.device, torch.Stream(flat.device))
-        kept = _InHostMemory(flat, stream, self._latest, self._meter)
-        self._latest = weakref.ref(kept)
-        return kept
+        if flat.device.type == "cpu":
+            return _InHostMemory(flat, self._meter)
+        if flat.device not in self._lanes:
+            self._lanes[flat.device] = _Lanes(flat.device)
+        return _FromDevice(flat, self._lanes[flat.device], self._meter)
+
+    def settle(self) -> None:
+        for lanes in self._lanes.values():
+            lanes.settle()
 
 
 class _InHostMemory:
-    """A copy in host memory; ``stream`` carries copies of a device that has any, None copies at once."""
+    """A copy of a tensor of the CPU."""
 
-    def __init__(
-        self, flat: Tensor, stream: torch.Stream | None, before: weakref.ref[_InHostMemory] | None, meter: Meter
-    ) -> None:
-        self._device = flat.device
-        self._stream = stream
-        self._before = before
-        self._arriving: Tensor | None = None
-        self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=stream is not None)
-        meter.add_off_device(_CATEGORY, self._host.nbytes)
-        weakref.finalize(self, meter.add_off_device, _CATEGORY, -self._host.nbytes)
-        if stream is None:
-            self._host.copy_(flat)
-            return
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            self._host.copy_(flat, non_blocking=True)
-        flat.record_stream(stream)
+    def __init__(self, flat: Tensor, meter: Meter) -> None:
+        self._host = _host_memory(flat, meter, self, pinned=False)
+        self._host.copy_(flat)
 
     def fetch(self) -> Tensor:
-        if self._stream is None:
-            return self._host
+        return self._host
+
+
+class _Lanes:
+    """A device's two streams for copies, and what was kept by them.
+
+    Attributes:
+        out: copies to the host.
+        back: copies from it.
+        call: what the call that runs now has kept.
+        before: what the call before it kept.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.out = torch.Stream(device)
+        self.back = torch.Stream(device)
+        self.call: list[weakref.ref[_FromDevice]] = []
+        self.before: list[weakref.ref[_FromDevice]] = []
+        self._leaving: list[Unchanged] = []
+
+    def send(self, flat: Tensor, host: Tensor) -> torch.Event:
+        """Copy out. Returns what is recorded behind the copy."""
+        self.out.wait_stream(torch.accelerator.current_stream(self.device))
+        with self.out:
+            host.copy_(flat, non_blocking=True)
+        self._leaving.append(Unchanged(flat))
+        return self.out.record_event()
+
+    def settle(self) -> None:
+        """Kernels launched from now on may change what was copied out, and have its memory.
+
+        Raises:
+            UsageError: if it has been modified in place before, when it was perhaps not copied yet.
+        """
+        leaving, self._leaving = self._leaving, []
+        if leaving:
+            torch.accelerator.current_stream(self.device).wait_stream(self.out)
+        if self.call:
+            self.before, self.call = self.call, []
+        for tensor in leaving:
+            tensor.get()
+
+
+class _FromDevice:
+    """A copy in pinned host memory of a tensor of a device."""
+
+    def __init__(self, flat: Tensor, lanes: _Lanes, meter: Meter) -> None:
+        self._lanes = lanes
+        self._before = lanes.before
+        self._host = _host_memory(flat, meter, self, pinned=True)
+        self._taken = lanes.send(flat, self._host)
+        self._arriving: Tensor | None = None
+        self._was_fetched = False
+        lanes.call.append(weakref.ref(self))
+
+    def fetch(self) -> Tensor:
         self._start()
+        self._was_fetched = True
         arrived, self._arriving = self._arriving, None
         assert arrived is not None
-        current = torch.accelerator.current_stream(self._device)
-        current.wait_stream(self._stream)
+        current = torch.accelerator.current_stream(self._lanes.device)
+        current.wait_stream(self._lanes.back)
         arrived.record_stream(current)
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before._start()
+        for reference in self._before:
+            if (before := reference()) is not None and not before._was_fetched:
+                before._start()
         return arrived
 
     def _start(self) -> None:
-        """Begin to copy back; in its stream that comes after the copy out."""
-        if self._arriving is None and self._stream is not None:
-            with self._stream:
-                self._arriving = self._host.to(self._device, non_blocking=True)
+        """Begin to copy back."""
+        if self._arriving is None:
+            self._lanes.back.wait_event(self._taken)
+            with self._lanes.back:
+                self._arriving = self._host.to(self._lanes.device, non_blocking=True)
+
+
+def _host_memory(flat: Tensor, meter: Meter, kept: object, *, pinned: bool) -> Tensor:
+    """Memory for a copy of ``flat``, counted as long as ``kept`` lives."""
+    host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=pinned)
+    meter.add_off_device(_CATEGORY, host.nbytes)
+    weakref.finalize(kept, meter.add_off_device, _CATEGORY, -host.nbytes)
+    return host
 
 
 class InFiles:
@@ -179,6 +243,9 @@ class InFiles:
 
     def keep(self, flat: Tensor) -> Kept:
         return _InFile(flat, self._directory, self._meter)
+
+    def settle(self) -> None:
+        """What was kept is written."""
 
 
 class _InFile:

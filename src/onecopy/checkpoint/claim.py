@@ -46,6 +46,13 @@ def claim(directory: Path) -> None:
         held.check()
 
 
+def release(directory: Path) -> None:
+    """End this process's claim: nothing more is saved into the directory, or it may be deleted and made anew."""
+    held = _claims.pop(directory.resolve(), None)
+    if held is not None and held.process == os.getpid():
+        held.close()
+
+
 class _Claim:
     def __init__(self, directory: Path) -> None:
         self.process = os.getpid()
@@ -59,6 +66,9 @@ class _Claim:
             raise
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, json.dumps(_identity()).encode(), 0)
+
+    def close(self) -> None:
+        os.close(self._handle)
 
     def check(self) -> None:
         """Raise `CheckpointError` if the directory was deleted or replaced since."""

@@ -1,4 +1,4 @@
-"""export: a checkpoint's weights as Hugging Face safetensors, one output file in memory at a time on each rank.
+"""export: a checkpoint's weights as Hugging Face safetensors, one tensor in memory at a time, each rank a part of it.
 
     model.safetensors, or model-00001-of-00007.safetensors, ... and model.safetensors.index.json
     config.json, tokenizer.json, ...   what was saved with the checkpoint
@@ -8,10 +8,9 @@ Tied weights are written once, under their first name, as `save_pretrained` does
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,15 @@ from onecopy.checkpoint.directory import remove
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import Whole, on_newest, read_tensors
 from onecopy.checkpoint.manifest import Manifest
+from onecopy.checkpoint.save_pretrained import FILE_BYTES, with_dtype
 from onecopy.checkpoint.storage import Reader
+from onecopy.checkpoint.weights_out import write_weights
 from onecopy.checkpoint.writing import ASSET
+from onecopy.comm.mesh import Axis
 from onecopy.errors import CheckpointError, DamagedCheckpointError, OnecopyError, SettingsError
+from onecopy.memory.staging import Staging
+from onecopy.observe.ledger import Ledger
+from onecopy.sharding.tensor.sliced import SlicedTensor, Slicing
 from onecopy.untrusted import Refused, open_plain, plain_name, read_json
 
 DTYPES: Final = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,12 +62,12 @@ def export(
     out: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    file_bytes: int = 5_000_000_000,
+    file_bytes: int = FILE_BYTES,
     assets: Iterable[str | Path] = (),
 ) -> Exported:
     """Write a checkpoint's weights as transformers loads them. Inside a run every rank calls it, and writes a share.
 
-    Memory: one output file on each rank, and one piece of one tensor (64 MiB). Disk: the new files.
+    Memory: this rank's part of one tensor, and one piece of it (64 MiB). Disk: the new files.
 
     Args:
         checkpoint: one, or a directory of them, of which the newest whole one is taken.
@@ -106,22 +111,12 @@ def _export(
         if key.startswith("model.") and isinstance(metadata, TensorStorageMetadata)
     }
     whole = {name: _empty(metadata, dtype) for name, metadata in tensors.items() if name not in job["aliases"]}
-    groups = _split(whole, file_bytes)
-    names = _file_names(len(groups))
+    dtypes = {name: tensors[name].properties.dtype for name in whole}
     making = target.with_name(f".exporting-{target.name}")
     added = _kept(path, manifest)
     added |= {Path(file).name: partial(_open, Path(file)) for file in assets}
 
-    def write_share() -> None:
-        for name, keys in list(zip(names, groups, strict=True))[group.rank :: group.size]:
-            _write_file(found.reader, making / name, {key: whole[key] for key in keys})
-
     def complete() -> dict[str, int]:
-        if len(groups) > 1:
-            places = {key: name for name, keys in zip(names, groups, strict=True) for key in keys}
-            total = {"total_size": sum(tensor.nbytes for tensor in whole.values())}
-            index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
-            (making / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
         for name, open_source in added.items():
             with open_source() as source, (making / name).open("xb") as copy:
                 shutil.copyfileobj(source, copy)
@@ -134,7 +129,7 @@ def _export(
 
     try:
         group.on_first("exporting", lambda: _on_disk(target, lambda: _begin(making)))
-        group.together("exporting", lambda: _on_disk(target, write_share))
+        write_weights(_Saved(found.reader, whole, dtypes, group), making, group=group, file_bytes=file_bytes)
         files = group.on_first("exporting", lambda: _on_disk(target, complete))
     except OnecopyError:
         if group.rank == 0:
@@ -189,39 +184,30 @@ def _empty(metadata: TensorStorageMetadata, dtype: torch.dtype | None) -> torch.
     return torch.empty(metadata.size, dtype=dtype if dtype and own.is_floating_point else own, device="meta")
 
 
-def _split(tensors: Mapping[str, torch.Tensor], file_bytes: int) -> list[list[str]]:
-    """Names in order, as many in a group as fit into a file."""
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and used + tensor.nbytes > file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += tensor.nbytes
-    return groups
+class _Saved:
+    """Tensors of a checkpoint, as a `Source`: each rank reads the part that it writes."""
 
+    def __init__(
+        self, reader: Reader, tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype], group: Group
+    ) -> None:
+        self.tensors = tensors
+        self._reader = reader
+        self._dtypes = dtypes
+        self._group = group
+        self._axis = Axis("shard", None, Staging(), Ledger())
 
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
-def _write_file(reader: Reader, file: Path, like: Mapping[str, torch.Tensor]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in like.items()}
-    read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()}, Group(None))
-    # The library writes files that their owner alone may read; these are as readable as any other that is made here.
-    file.touch()
-    mode = file.stat().st_mode
-    try:
-        save_file(tensors, file, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
-    file.chmod(mode)
+    def runs(self, name: str, together: bool) -> Iterator[tuple[int, torch.Tensor]]:
+        if not together and self._group.rank:
+            return
+        shape, numel = self.tensors[name].shape, self.tensors[name].numel()
+        place, parts = (self._group.rank, self._group.size) if together else (0, 1)
+        begin, end = numel * place // parts, numel * (place + 1) // parts
+        if begin == end:
+            return
+        part = torch.empty(end - begin, dtype=self._dtypes[name])
+        slicing = Slicing(name, shape, self.tensors[name].stride(), begin, end - begin, self._axis)
+        read_tensors(self._reader, {f"model.{name}": SlicedTensor(part, slicing)}, Group(None))
+        yield begin, part
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
@@ -231,6 +217,4 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
             raise Refused("it is no table")
     except Refused as error:
         raise CheckpointError(f"config.json cannot be told its new dtype: {error}") from None
-    settings.pop("torch_dtype", None)
-    settings["dtype"] = _NAMES[dtype]
-    config.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    config.write_bytes(with_dtype(settings, dtype))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from onecopy.checkpoint.messages import swap
-from onecopy.comm.backends import control_device, time_limit
+from onecopy.comm.backends import serves_cpu, time_limit
 from onecopy.comm.mesh import make_mesh
 from onecopy.errors import CheckpointError, CollectiveError, OnecopyError
 from onecopy.memory.staging import Staging
@@ -111,7 +111,7 @@ class Group:
 
 def _make_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     # Making a group cannot say who is missing; this does.
-    if control_device(world).type == "cpu":
+    if serves_cpu(world):
         others = [rank for rank in range(world.size()) if rank != world.rank()]
         swap(world, dict.fromkeys(others), others)
     else:

@@ -16,6 +16,7 @@ from onecopy.checkpoint.manifest import LARGEST
 from onecopy.checkpoint.names import Named, check_has_values, name_tensors
 from onecopy.checkpoint.optimizer import take_states
 from onecopy.checkpoint.random import pack, take_generators
+from onecopy.checkpoint.save_pretrained import config_files
 from onecopy.checkpoint.writing import Contents, Saving, write
 from onecopy.errors import NotFiniteError, SettingsError, UsageError
 from onecopy.sharding.engine.engine import find_engine
@@ -86,7 +87,7 @@ def save(
     named = _without_frozen(everything) if trainable_only else everything
     contents: Contents = {}
     job: list[bytes] = []
-    kept = _config_of(model)
+    kept = config_files(model)
 
     def collect() -> None:
         found, rest = _collect(named, everything, optimizer, group.rank)
@@ -164,16 +165,6 @@ def _check_finite(contents: Contents) -> None:
             f"{name} holds nan or inf, and a checkpoint of it would take a good one's place: go back to the last "
             f"checkpoint; or pass allow_not_finite=True"
         )
-
-
-def _config_of(model: nn.Module) -> dict[str, bytes]:
-    """The config of a model of transformers."""
-    found = {}
-    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
-        to_json = getattr(getattr(model, attribute, None), "to_json_string", None)
-        if callable(to_json):
-            found[name] = str(to_json()).encode()
-    return found
 
 
 def _holds_slice(value: Any) -> bool:

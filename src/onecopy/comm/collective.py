@@ -17,6 +17,7 @@ from onecopy.comm.mailbox import Disagreement, PeerGone
 from onecopy.comm.patience import patience
 from onecopy.errors import CollectiveError, CollectiveTimeout
 from onecopy.observe.ledger import Ledger
+from onecopy.observe.stalls import Stall
 
 _THROUGH_MEMORY: Final = (Offer, Fetch)
 _A_LOOK: Final = timedelta(milliseconds=10)
@@ -34,6 +35,14 @@ class Work(Protocol):
     """What torch.distributed returns for an asynchronous call."""
 
     def wait(self, timeout: timedelta = ...) -> object: ...
+
+
+class Watcher(Protocol):
+    """What a `Monitor` (`monitor.py`) is told."""
+
+    def come_to(self, subject: str) -> int: ...
+
+    def watch(self, number: int, subject: str, underway: Stall) -> None: ...
 
 
 class Posted(NamedTuple):
@@ -63,13 +72,16 @@ class Collective:
         label: its name in the ledger and in errors.
         sent: bytes that this rank sends.
         ledger: where it is booked when it finishes, under the phase in which it was issued.
+        monitor: told of it, where it runs on a device.
 
     Raises:
         CollectiveTimeout: from any method, when a message did not arrive within the process group's time limit.
         CollectiveError: from any method, when a peer's connection broke.
     """
 
-    def __init__(self, program: Program, label: Label, sent: int, ledger: Ledger) -> None:
+    def __init__(
+        self, program: Program, label: Label, sent: int, ledger: Ledger, monitor: Watcher | None = None
+    ) -> None:
         self._program = program
         self._label = label
         self._sent = sent
@@ -77,6 +89,9 @@ class Collective:
         self._phase = ledger.phase
         self._issued = perf_counter()
         self._exposed = 0.0
+        self._stalls: list[Stall] = []
+        self._monitor = monitor
+        self._number = 0 if monitor is None else monitor.come_to(self._subject)
         self._posted: Sequence[Posted] | None = None
         self._step()
 
@@ -138,7 +153,8 @@ class Collective:
                 phase=self._phase,
                 sent=self._sent,
                 seconds=now - self._issued,
-                exposed=self._exposed,
+                exposed=0.0 if self._stalls else self._exposed,
+                stalls=self._stalls,
             )
             if (timeline := self._ledger.timeline) is not None:
                 timeline.add_collective(self._label.op, self._phase, self._label.unit, self._issued, now, self._sent)
@@ -149,6 +165,10 @@ class Collective:
                 in_vain = not getattr(posted.work, "is_served", False)
                 with patience(self._waits_for, posted.peer, may_be_in_vain=in_vain):
                     posted.work.wait()
+                if (stall := getattr(posted.work, "stall", None)) is not None:
+                    self._stalls.append(stall)
+                    if self._monitor is not None:
+                        self._monitor.watch(self._number, self._subject, stall)
             except RuntimeError as error:
                 self._posted = None
                 self._fail(error, messages[position:])

@@ -90,6 +90,15 @@ class DirectExchange:
         else:
             yield [_receive(peers, out, 0, tag)]
 
+    def broadcast(self, peers: Peers, values: Tensor, tag: int) -> Program:
+        if peers.rank == 0:
+            yield [_send(peers, values, peer, tag) for peer in peers.others()]
+        else:
+            yield [_receive(peers, values, 0, tag)]
+
+    def broadcast_copies(self, size: int) -> int:
+        return size - 1
+
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         received = values.new_empty(peers.size, values.numel())
         received[peers.rank] = values

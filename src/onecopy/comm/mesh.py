@@ -17,8 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from onecopy.comm.backends import control_device, exchanges_directly, transport_for, with_neighbours
+from onecopy.comm.backends import (
+    exchanges_directly,
+    for_reduces,
+    own_device,
+    transport_for,
+    with_control,
+    with_neighbours,
+)
 from onecopy.comm.collective import Collective, Label, Program
+from onecopy.comm.monitor import Monitor, monitor_of
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
 from onecopy.comm.presence import met, presence_of
@@ -64,12 +72,26 @@ class Axis:
         ranks: the global rank at each place.
     """
 
-    def __init__(self, name: str, peers: Peers | None, staging: Staging, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        name: str,
+        peers: Peers | None,
+        staging: Staging,
+        ledger: Ledger,
+        *,
+        control: Peers | None = None,
+        reducing: Peers | None = None,
+        monitor: Monitor | None = None,
+    ) -> None:
         self.name = name
         self.size = peers.size if peers else 1
         self.rank = peers.rank if peers else 0
         self.ranks = peers.ranks if peers else (0,)
         self._peers = peers
+        # The same ranks over a group that sends CPU tensors, and over one for reduces on a device.
+        self._control = control
+        self._reducing = reducing
+        self._monitor = monitor
         self._staging = staging
         self._ledger = ledger
         self._transports: dict[torch.device, Transport] = {}
@@ -100,7 +122,7 @@ class Axis:
 
         Booked like `all_gather`: what a rank fetches is what each rank sends where all ranks gather alike.
         """
-        return self._issue(shelf.gather(whole, version), "all_gather", unit, self._fraction(whole))
+        return self._issue(shelf.gather(whole, version), "all_gather", unit, self._fraction(whole), on=whole)
 
     def all_gather(self, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
         """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do."""
@@ -120,8 +142,8 @@ class Axis:
         if self._peers is None:
             whole.copy_(mine)
             return None
-        program = self._transport(whole).all_gather(self._peers, mine, whole, tag)
-        return self._issue(program, op, unit, self._fraction(whole))
+        program = self._transport(whole).all_gather(self._peers_for(whole), mine, whole, tag)
+        return self._issue(program, op, unit, self._fraction(whole), on=whole)
 
     def reduce_scatter(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of this rank's slice of ``outgoing``. Sends (N-1)/N of it."""
@@ -129,41 +151,40 @@ class Axis:
             outgoing.copy_to(out, 0)
             outgoing.close()
             return None
-        program = self._transport(out).reduce_scatter(self._peers, outgoing, out, _TAG_BASE + tag)
-        return self._issue(program, "reduce_scatter", unit, self._share(outgoing))
+        program = self._transport(out).reduce_scatter(self._peers_to_reduce(out), outgoing, out, _TAG_BASE + tag)
+        return self._issue(program, "reduce_scatter", unit, self._share(outgoing), on=out)
 
     def all_reduce(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of ``outgoing``, which may be it. Sends 2(N-1)/N of it."""
         if self._peers is None:
             return None
-        program = self._transport(out).all_reduce(self._peers, outgoing, out, _TAG_BASE + tag)
-        return self._issue(program, "all_reduce", unit, 2 * self._share(outgoing))
+        program = self._transport(out).all_reduce(self._peers_to_reduce(out), outgoing, out, _TAG_BASE + tag)
+        return self._issue(program, "all_reduce", unit, 2 * self._share(outgoing), on=out)
 
     def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> None:
         """Set ``out`` to this rank's slice of the first rank's ``whole``."""
         if self._peers is None:
             out.copy_(whole)
             return
-        program = self._transport(whole).scatter(self._peers, whole, out, _TAG_BASE + tag)
+        program = self._transport(whole).scatter(self._peers_for(whole), whole, out, _TAG_BASE + tag)
         sent = self._fraction(whole) if self.rank == 0 else 0
-        self._issue(program, "broadcast", unit, sent).finish()
+        self._issue(program, "broadcast", unit, sent, on=out).finish()
 
     def broadcast(self, values: Tensor, unit: str, tag: int) -> None:
         """Replace the flat ``values`` by the first rank's."""
         if self._peers is None:
             return
-        source = values.repeat(self.size) if self.rank == 0 else values
-        program = self._transport(values).scatter(self._peers, source, values, _TAG_BASE + tag)
-        sent = values.nbytes * (self.size - 1) if self.rank == 0 else 0
-        self._issue(program, "broadcast", unit, sent).finish()
+        program = self._transport(values).broadcast(self._peers_for(values), values, _TAG_BASE + tag)
+        sent = values.nbytes * self._transport(values).broadcast_copies(self.size) if self.rank == 0 else 0
+        self._issue(program, "broadcast", unit, sent, on=values).finish()
 
     def combine(self, values: Tensor, op: str, *, maximum: bool = False) -> Collective | None:
         """Replace a handful of ``values`` (1-D) by their sum or maximum over the axis; a control message."""
         if self._peers is None:
             return None
         met(self.ranks)
-        program = self._transport(values).combine(self._peers, values, maximum, _CONTROL_TAGS[op])
-        return self._issue(program, op, "", values.nbytes * (self.size - 1))
+        program = self._transport(values).combine(self._peers_for(values), values, maximum, _CONTROL_TAGS[op])
+        return self._issue(program, op, "", values.nbytes * (self.size - 1), on=values)
 
     def exchange_objects(self, own: T) -> list[T]:
         """Every rank's picklable object, in order of places. For messages to people, not for training."""
@@ -172,7 +193,7 @@ class Axis:
         objects: list[Any] = [None] * self.size
         try:
             with patience(lambda _: f"exchange of settings over the {self.name} axis", None, may_be_in_vain=True):
-                dist.all_gather_object(objects, own, group=self._peers.group)
+                dist.all_gather_object(objects, own, group=(self._control or self._peers).group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"exchange of settings over the {self.name} axis failed: a rank among {self.ranks} has most likely "
@@ -183,13 +204,21 @@ class Axis:
     @property
     def control_device(self) -> torch.device:
         """Where a control message that belongs to no parameter is to be made."""
-        return torch.device("cpu") if self._peers is None else control_device(self._peers.group)
+        if self._peers is None or self._control is not None:
+            return torch.device("cpu")
+        return own_device(self._peers.group)
+
+    def _peers_for(self, tensor: Tensor) -> Peers:
+        assert self._peers is not None
+        return self._control if tensor.is_cpu and self._control is not None else self._peers
+
+    def _peers_to_reduce(self, tensor: Tensor) -> Peers:
+        return self._peers_for(tensor) if tensor.is_cpu or self._reducing is None else self._reducing
 
     def _transport(self, tensor: Tensor) -> Transport:
         transport = self._transports.get(tensor.device)
         if transport is None:
-            assert self._peers is not None
-            transport = transport_for(self._peers.group, tensor.device, self._staging)
+            transport = transport_for(self._peers_for(tensor).group, tensor.device, self._staging)
             self._transports[tensor.device] = transport
         return transport
 
@@ -199,8 +228,9 @@ class Axis:
     def _share(self, outgoing: Outgoing) -> int:
         return outgoing.numel // self.size * (self.size - 1) * outgoing.dtype.itemsize
 
-    def _issue(self, program: Program, op: str, unit: str, sent: int) -> Collective:
-        return Collective(program, Label(op, unit, self.name), sent, self._ledger)
+    def _issue(self, program: Program, op: str, unit: str, sent: int, *, on: Tensor) -> Collective:
+        monitor = None if on.is_cpu else self._monitor
+        return Collective(program, Label(op, unit, self.name), sent, self._ledger, monitor)
 
 
 @dataclass(frozen=True)
@@ -284,7 +314,9 @@ def make_mesh(
                 message.finish()
             return alone.exchange_objects(own)
 
-        return Axis(name, with_neighbours(peers, exchange), staging, ledger)
+        peers = with_neighbours(peers, exchange)
+        control, reducing = with_control(peers), for_reduces(peers)
+        return Axis(name, peers, staging, ledger, control=control, reducing=reducing, monitor=monitor_of(peers))
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),), axis("tensor"))

@@ -6,6 +6,9 @@ behind `dist.all_gather_single`, `dist.reduce_scatter_single` and `dist.all_redu
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,6 +16,24 @@ from onecopy.comm.collective import Posted, Program
 from onecopy.comm.outgoing import Outgoing, copy_slices
 from onecopy.comm.transport import Exchanged, Peers, through
 from onecopy.memory.staging import Staging
+from onecopy.observe.stalls import Stall
+
+
+class DeviceWork:
+    """A backend's work on a device with streams.
+
+    Attributes:
+        stall: the wait of the stream that computes, from `wait` on.
+    """
+
+    def __init__(self, work: dist.Work, device: torch.device) -> None:
+        self._work = work
+        self.stall = Stall(device)
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Let the stream that computes wait. The host does not."""
+        with self.stall:
+            self._work.wait()
 
 
 class NativeCalls:
@@ -23,11 +44,14 @@ class NativeCalls:
 
     Args:
         staging: buffers through which gradients pass.
+        device: where tensors are.
         averages: NCCL averages by itself, which keeps fp16 sums in range; others sum and leave the division to us.
     """
 
-    def __init__(self, staging: Staging, *, averages: bool) -> None:
+    def __init__(self, staging: Staging, device: torch.device, *, averages: bool) -> None:
         self._staging = staging
+        accelerator = torch.accelerator.current_accelerator()
+        self._device = device if accelerator is not None and accelerator.type == device.type else None
         self._averages = averages
         operation = dist.ReduceOp(dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM)
         self._reduce_scatter = dist.ReduceScatterOptions()
@@ -36,7 +60,7 @@ class NativeCalls:
         self._all_reduce.reduceOp = operation
 
     def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        yield _native(peers.group.all_gather_single(whole, mine))
+        yield self._posted(peers.group.all_gather_single(whole, mine))
 
     def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         # Sums are taken where they stay, or in a row of their own where they are of another dtype.
@@ -49,7 +73,7 @@ class NativeCalls:
                 if casts:
                     own, total = own[:-1], own[-1]
                 copy_slices(outgoing, own, start)
-                return _native(peers.group.reduce_scatter_single(total, own.view(-1), self._reduce_scatter)), []
+                return self._posted(peers.group.reduce_scatter_single(total, own.view(-1), self._reduce_scatter)), []
 
             def take(number: int) -> None:
                 if casts:
@@ -65,7 +89,7 @@ class NativeCalls:
             def post(number: int) -> Exchanged:
                 (piece,) = loan.piece(number)
                 outgoing.copy_to(piece, loan.pieces[number][0])
-                return _native(peers.group.allreduce([piece], self._all_reduce)), []
+                return self._posted(peers.group.allreduce([piece], self._all_reduce)), []
 
             def take(number: int) -> None:
                 out[slice(*loan.pieces[number])].copy_(loan.piece(number)[0])
@@ -76,12 +100,19 @@ class NativeCalls:
 
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         slices = list(whole.chunk(peers.size)) if peers.rank == 0 else None
-        yield _native(dist.scatter(out, slices, src=peers.ranks[0], group=peers.group, async_op=True))
+        yield self._posted(dist.scatter(out, slices, src=peers.ranks[0], group=peers.group, async_op=True))
+
+    def broadcast(self, peers: Peers, values: Tensor, tag: int) -> Program:
+        yield self._posted(dist.broadcast(values, src=peers.ranks[0], group=peers.group, async_op=True))
+
+    def broadcast_copies(self, size: int) -> int:
+        return 1
 
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        yield _native(dist.all_reduce(values, op=operation, group=peers.group, async_op=True))
+        yield self._posted(dist.all_reduce(values, op=operation, group=peers.group, async_op=True))
 
-
-def _native(work: dist.Work | None) -> list[Posted]:
-    return [] if work is None else [Posted(work, None)]
+    def _posted(self, work: dist.Work | None) -> list[Posted]:
+        if work is None:
+            return []
+        return [Posted(work if self._device is None else DeviceWork(work, self._device), None)]

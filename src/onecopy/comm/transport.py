@@ -64,6 +64,12 @@ class Transport(Protocol):
     def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
         """Set ``out`` to this rank's slice of the first rank's ``whole``, which sends (N-1)/N of it."""
 
+    def broadcast(self, peers: Peers, values: Tensor, tag: int) -> Program:
+        """Replace ``values`` by the first rank's, which sends them to each other rank, or has the backend do so."""
+
+    def broadcast_copies(self, size: int) -> int:
+        """How often the first of ``size`` ranks sends what it broadcasts."""
+
     def combine(self, peers: Peers, values: Tensor, maximum: bool, tag: int) -> Program:
         """Replace the few ``values`` by their sum (or maximum) over ranks."""
 

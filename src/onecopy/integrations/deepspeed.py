@@ -37,7 +37,7 @@ def from_deepspeed(config: str | Path | Mapping[str, Any], model: Any = None) ->
     Raises:
         SettingsError: if the file cannot be read, or a value is none that DeepSpeed takes.
     """
-    values = config if isinstance(config, Mapping) else _read(Path(config))
+    values = config if isinstance(config, Mapping) else read_settings(Path(config))
     translation = Translation()
     apply_rules(translation, values, _RULES)
     for name, formula in _AUTO_SIZES.items():
@@ -65,7 +65,12 @@ _AUTO_SIZES: Final[dict[str, Callable[[int], int]]] = {
 }
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a config file holds.
+
+    Raises:
+        SettingsError: if it cannot be read, or is no JSON object.
+    """
     try:
         values = read_json(path, follow=True)
     except (OSError, ValueError) as error:
@@ -236,3 +241,6 @@ _RULES: Final[dict[str, Rule]] = {
         "a tool of DeepSpeed's own",
     ),
 }
+
+KEYS: Final = tuple(_RULES)
+"""Every key that is known, with dots between levels."""

@@ -10,6 +10,9 @@ from onecopy.errors import SettingsError
 
 AUTO = "auto"
 
+UNKNOWN = "not a key that onecopy knows"
+"""Why a key has no effect that no rule names."""
+
 
 @dataclass(frozen=True)
 class Ignored:
@@ -107,6 +110,6 @@ def apply_rules(
         if rule is None and isinstance(value, Mapping):
             apply_rules(translation, value, rules, f"{key}.")
             continue
-        why = rule(translation, value) if callable(rule) else rule or "not a key that onecopy knows"
+        why = rule(translation, value) if callable(rule) else rule or UNKNOWN
         if why is not None:
             translation.ignored.append(Ignored(key, value, why))

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from onecopy.memory.arena import Arena
 
-CPU_BYTES: Final = 8 * 2**20
-"""Most bytes of one buffer on the CPU: as fast as larger ones, by `benchmarks/bucket_bytes.py` and in whole steps."""
+CPU_BYTES: Final = 4 * 2**20
+"""Most bytes of one buffer on the CPU: in whole steps as fast as larger ones where ranks read each other's memory."""
 
 ACCELERATOR_BYTES: Final = 256 * 2**20
 """Elsewhere: a transformer layer of a 3B model goes in one piece. Not measured. There a third piece has the stream
@@ -28,6 +28,9 @@ def default_bytes(device: torch.device) -> int:
     """Most bytes of one buffer for tensors of ``device``, where nothing is said."""
     return CPU_BYTES if device.type == "cpu" else ACCELERATOR_BYTES
 
+
+_ALIGNMENT: Final = 16
+"""Bytes. What NCCL's fast path and the widest loads of GPUs ask for."""
 
 _LOANS: Final = 2
 """Buffers made at once: two units' reduces are under way at a time, or may be, and memory is not to depend on that."""
@@ -48,7 +51,10 @@ class _Plan:
         self.dtype = dtype
         self.banks, self.columns = 1, numel
         if rows * numel * dtype.itemsize > limit:
-            self.banks, self.columns = 2, max(1, min(numel, limit // (2 * rows * dtype.itemsize)))
+            # Where a piece and a bank begin, GPUs are to find an aligned address.
+            unit = max(1, _ALIGNMENT // dtype.itemsize)
+            fitting = limit // (2 * rows * dtype.itemsize) // unit * unit
+            self.banks, self.columns = 2, min(numel, max(unit, fitting))
         self.nbytes = self.banks * rows * self.columns * dtype.itemsize
         self.pieces = [(start, min(start + self.columns, numel)) for start in range(0, numel, self.columns)]
 
@@ -102,7 +108,7 @@ class Staging:
         self._plans: dict[tuple[int, int, torch.dtype, torch.device], _Plan] = {}
 
     def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
-        """A buffer for pieces of ``rows`` slices of ``numel`` elements; at least one element of each in a piece."""
+        """A buffer for pieces of ``rows`` slices of ``numel`` elements; at least 16 bytes of each in a piece."""
         key = rows, numel, dtype, device
         plan = self._plans.get(key)
         if plan is None:

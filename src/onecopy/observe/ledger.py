@@ -6,11 +6,13 @@ so that a ledger's size depends on the model and not on how long it trains.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from onecopy.observe.stalls import Stall
 from onecopy.observe.timeline import Timeline
 
 Phase = Literal["setup", "load", "forward", "backward", "step", "save"]
@@ -33,7 +35,8 @@ class Entry:
         calls: how many there were.
         bytes_sent: payload bytes that this rank handed to the transport for other ranks.
         seconds: time from issue to completion, summed over calls; overlapped work counts.
-        exposed: seconds of it in which the calling thread waited or summed.
+        exposed: seconds of it in which the calling thread waited or summed; on a device, in which the stream that
+            computes stood still, as far as the device has come.
     """
 
     op: str
@@ -127,6 +130,8 @@ class Ledger:
         self.last_step: Traffic | None = None
         self.total = Traffic()
         self.timeline: Timeline | None = None
+        # In the order in which the device comes to them.
+        self._stalls: deque[tuple[Stall, tuple[str, Phase, str, str], Traffic]] = deque()
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -137,11 +142,27 @@ class Ledger:
         finally:
             self.phase = before
 
-    def record(self, op: str, unit: str, axis: str, *, phase: Phase, sent: int, seconds: float, exposed: float) -> None:
-        """Book one finished collective: ``sent`` in bytes, the times in seconds."""
+    def record(
+        self,
+        op: str,
+        unit: str,
+        axis: str,
+        *,
+        phase: Phase,
+        sent: int,
+        seconds: float,
+        exposed: float,
+        stalls: Sequence[Stall] = (),
+    ) -> None:
+        """Book one finished collective: ``sent`` in bytes, the times in seconds, and what a device will say of it."""
         key = (op, phase, unit, axis)
-        self.current._add(key, sent, seconds, exposed)
-        self.total._add(key, sent, seconds, exposed)
+        for traffic in (self.current, self.total):
+            traffic._add(key, sent, seconds, exposed)
+        self._stalls.extend((stall, key, self.current) for stall in stalls)
+        while self._stalls and self._stalls[0][0].is_over:
+            stall, key, page = self._stalls.popleft()
+            for traffic in (page, self.total):
+                traffic._add(key, 0, 0.0, stall.seconds, calls=0)
 
     def close_step(self) -> None:
         """Turn the page: what was current becomes the last step.

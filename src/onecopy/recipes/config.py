@@ -84,7 +84,7 @@ class Parallel(Section):
     )
     prefetch: int = Field(default=1, ge=0, description="Units to gather ahead of the one that computes.")
     bucket_bytes: int = Field(
-        default=0, ge=0, description="Most bytes of one communication buffer; 0: 8 MiB on the CPU, 256 MiB elsewhere."
+        default=0, ge=0, description="Most bytes of one communication buffer; 0: 4 MiB on the CPU, 256 MiB elsewhere."
     )
     defragment: bool = Field(
         default=False, description="Keep gradients and activation checkpoints in memory regions of their own."

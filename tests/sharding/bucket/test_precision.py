@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from oracle import (
     OPTIMIZERS,
     HalfTwin,
@@ -32,19 +33,16 @@ from oracle import (
     train_in_rank_order,
     whole_weights,
 )
-from ranks import every_stage, run_ranks
-
-
-def _stack() -> nn.Module:
-    return seeded(Stack)
-
+from ranks import every_stage
+from stack_loops import stack
 
 # --- GradScaler
 
 
 @every_stage
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-loop", "adamw", "sgd"])
-def test_grad_scaler_trains_like_twin(optimizer: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_grad_scaler_trains_like_twin(optimizer: str, stage: int, num_ranks: int) -> Forked:
     """With unscale_ and clipping between; powers of two cost no rounding."""
 
     def loop(model: nn.Module, mine: Mine) -> list[float]:
@@ -60,13 +58,16 @@ def test_grad_scaler_trains_like_twin(optimizer: str, stage: int, num_ranks: int
         assert scaler.get_scale() == 4096.0
         return norms
 
-    run_ranks(num_ranks, lambda rank: assert_loop_like_twin(rank, num_ranks, loop, _stack, stage=stage) and None)
+    yield On(num_ranks, lambda rank: assert_loop_like_twin(rank, num_ranks, loop, stack, stage=stage) and None)
 
 
 @every_stage
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-loop", "sgd"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: float, optimizer: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    bad: float, optimizer: str, stage: int, num_ranks: int
+) -> Forked:
     """In the third of five steps the last rank's data is bad; the twin leaves that batch out and halves its scale."""
 
     def train_some(model: nn.Module, mine: Mine, rank: int | None) -> float:
@@ -85,16 +86,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: float, optimizer: st
         return float(scaler.get_scale())
 
     def run(rank: int) -> None:
-        twin, model = _stack(), onecopy.shard(_stack(), stage)
+        twin, model = stack(), onecopy.shard(stack(), stage)
         train_some(twin, lambda batch: batch, None)
         assert train_some(model, lambda batch: part(batch, rank, num_ranks), rank) == 512.0
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_fp16_compute_over_fp32_masters_with_a_scaler(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_fp16_compute_over_fp32_masters_with_a_scaler(stage: int, num_ranks: int) -> Forked:
     """Against the twin that computes with fp16 copies; limits as in the bf16 parity, for a dtype eight times finer."""
 
     def scaled(model: nn.Module, optimizer: Optimizer, batches: list[Any]) -> list[float]:
@@ -121,7 +123,7 @@ def test_fp16_compute_over_fp32_masters_with_a_scaler(stage: int, num_ranks: int
         update = sum((start[name] - value).square().sum() for name, value in expected.items())
         assert error**0.5 <= 2**-8 * update**0.5
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 # --- autocast
@@ -129,7 +131,8 @@ def test_fp16_compute_over_fp32_masters_with_a_scaler(stage: int, num_ranks: int
 
 @every_stage
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_autocast_trains_like_rank_ordered_twin(accumulate: int, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_autocast_trains_like_rank_ordered_twin(accumulate: int, stage: int, num_ranks: int) -> Forked:
     """To the last bit, with parameters used twice in one autocast region.
 
     Without autocast's cache, which would add the two uses' gradients in bf16; onecopy never fills that cache.
@@ -157,11 +160,12 @@ def test_autocast_trains_like_rank_ordered_twin(accumulate: int, stage: int, num
         train(model, optimizer, [part(batch, rank, num_ranks) for batch in batches], accumulate=accumulate)
         assert_same_weights(gathered_weights(model), twin.weights, atol=0)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_autocast_around_the_call_sees_new_weights_in_every_step(stage: int) -> None:
+@one_fork
+def test_autocast_around_the_call_sees_new_weights_in_every_step(stage: int) -> Forked:
     """Autocast caches cast weights by their identity while its block is open; here it stays open over three steps."""
 
     def loop(model: nn.Module, mine: Mine) -> list[float]:
@@ -177,9 +181,9 @@ def test_autocast_around_the_call_sees_new_weights_in_every_step(stage: int) -> 
 
     def run(rank: int) -> None:
         # bf16 activations: 2^-8 of the loss; a stale weight would leave it where it was.
-        assert_loop_like_twin(rank, 2, loop, _stack, stage=stage, rtol=2**-8, atol=2e-2)
+        assert_loop_like_twin(rank, 2, loop, stack, stage=stage, rtol=2**-8, atol=2e-2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 # --- what each dtype is for
@@ -193,7 +197,10 @@ def _spread(rank: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulate", [None, torch.bfloat16])
-def test_64_micro_batches_are_summed_in_fp32_unless_told_otherwise(accumulate: torch.dtype | None, stage: int) -> None:
+@one_fork
+def test_64_micro_batches_are_summed_in_fp32_unless_told_otherwise(
+    accumulate: torch.dtype | None, stage: int
+) -> Forked:
     """A peer's fault: gradients accumulated in bf16 over 64 micro-batches were off by 1e-2.
 
     Parameters are bf16 throughout (no masters). Oracle: the 64 bf16 gradients of each rank, summed in fp64. One
@@ -202,7 +209,7 @@ def test_64_micro_batches_are_summed_in_fp32_unless_told_otherwise(accumulate: t
     batches = [_spread(index) for index in range(64)]
 
     def gradients(rank: int) -> Tensor:
-        model = _stack().bfloat16()
+        model = stack().bfloat16()
         total = torch.zeros(30, dtype=torch.float64)
         for x, y in batches:
             model.zero_grad()
@@ -213,7 +220,7 @@ def test_64_micro_batches_are_summed_in_fp32_unless_told_otherwise(accumulate: t
     def run(rank: int) -> float:
         expected = (gradients(0) + gradients(1)) / 2
         precision = None if accumulate is None else onecopy.Precision(accumulate=accumulate)
-        model = onecopy.shard(_stack().bfloat16(), stage, accumulate=64, precision=precision)
+        model = onecopy.shard(stack().bfloat16(), stage, accumulate=64, precision=precision)
         for x, y in batches:
             (model(x.bfloat16() + rank, y.bfloat16()) / 64).backward()
         # The step adds the gradient to weights of zero, so that the weight is the gradient and nothing is lost.
@@ -223,12 +230,13 @@ def test_64_micro_batches_are_summed_in_fp32_unless_told_otherwise(accumulate: t
         found = -gathered_weights(model)["head.weight"].double().flatten()
         return float((found - expected).norm() / expected.norm())
 
-    for error in run_ranks(2, run):
+    for error in (yield On(2, run)):
         assert error <= 2**-8 if accumulate is None else 2**-8 < error < 0.1
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_master_dtype_is_what_the_optimizer_updates(stage: int) -> None:
+@one_fork
+def test_master_dtype_is_what_the_optimizer_updates(stage: int) -> Forked:
     """Updates of 2^-12 of a weight vanish in bf16 and add up in masters of fp32 and fp64. Oracle: arithmetic."""
 
     def run(rank: int, master: torch.dtype) -> tuple[torch.dtype, float]:
@@ -244,25 +252,26 @@ def test_master_dtype_is_what_the_optimizer_updates(stage: int) -> None:
         return weight.dtype, weight.double().mean().item()
 
     for dtype, expected in ((torch.bfloat16, 1.0), (torch.float32, 1 - 2**-8), (torch.float64, 1 - 2**-8)):
-        assert run_ranks(2, run, dtype) == [(dtype, expected)] * 2
+        assert (yield On(2, run, dtype)) == [(dtype, expected)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_reduce_dtype_is_what_travels(wire: torch.dtype, stage: int) -> None:
+@one_fork
+def test_reduce_dtype_is_what_travels(wire: torch.dtype, stage: int) -> Forked:
     """Bytes of gradients sent are elements times the wire dtype's size; bytes of parameters, the compute dtype's."""
 
     def run(rank: int) -> tuple[int, int, int]:
         precision = onecopy.Precision(compute=torch.bfloat16, reduce=wire, master=torch.float32)
-        model = onecopy.shard(_stack(), stage, precision=precision)
+        model = onecopy.shard(stack(), stage, precision=precision)
         optimizer = SGD(model.parameters(), lr=0.1)
         train(model, optimizer, [part(batch, rank, 3) for batch in vector_batches(3)])
         sent = onecopy.ledger(model).last_step
         assert sent is not None
         return sent.bytes_sent("all_gather"), sent.bytes_sent("reduce_scatter"), sent.bytes_sent("all_reduce")
 
-    model = run_ranks(3, lambda rank: onecopy.padded_numel(onecopy.shard(_stack(), stage)))[0]
-    for gathered, scattered, reduced in run_ranks(3, run):
+    model = (yield On(3, lambda rank: onecopy.padded_numel(onecopy.shard(stack(), stage))))[0]
+    for gathered, scattered, reduced in (yield On(3, run)):
         share = model * 2 // 3
         assert gathered == {0: 0, 1: 2, 2: 2, 3: 4}[stage] * share
         assert scattered == (wire.itemsize * share if stage else 0)
@@ -270,9 +279,10 @@ def test_reduce_dtype_is_what_travels(wire: torch.dtype, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_optimizer_states_and_gradients_are_fp32_under_bf16_compute(stage: int) -> None:
+@one_fork
+def test_optimizer_states_and_gradients_are_fp32_under_bf16_compute(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage, precision="bf16")
+        model = onecopy.shard(stack(), stage, precision="bf16")
         optimizer = AdamW(model.parameters(), lr=1e-3)
         model(*part(vector_batches(1)[0], rank, 2)).backward()
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -280,24 +290,25 @@ def test_optimizer_states_and_gradients_are_fp32_under_bf16_compute(stage: int) 
         kept = [value for state in optimizer.state.values() for value in state.values()]
         assert {value.dtype for value in kept} == {torch.float32}
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize(
     "make", [lambda model: model, lambda model: model.bfloat16()], ids=["fp32 model", "bf16 model"]
 )
-def test_inputs_of_half_precision_models_are_cast(make: Callable[[nn.Module], nn.Module]) -> None:
+@one_fork
+def test_inputs_of_half_precision_models_are_cast(make: Callable[[nn.Module], nn.Module]) -> Forked:
     """fp32 inputs meet bf16 weights: as fully_shard's mixed precision does, they are cast on the way in."""
 
     def run(rank: int) -> torch.dtype:
         seen: list[torch.dtype] = []
-        model = make(_stack())
+        model = make(stack())
         model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
         onecopy.shard(model, 3, precision="bf16")
         model(*part(vector_batches(1)[0], rank, 2)).backward()
         return seen[0]
 
-    assert run_ranks(2, run) == [torch.bfloat16] * 2
+    assert (yield On(2, run)) == [torch.bfloat16] * 2
 
 
 class Widening(nn.Module):
@@ -326,7 +337,8 @@ class Widening(nn.Module):
 
 @every_stage
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_what_a_unit_is_handed_is_cast_at_its_entrance(checkpointed: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_what_a_unit_is_handed_is_cast_at_its_entrance(checkpointed: bool, stage: int, num_ranks: int) -> Forked:
     """Oracle: fully_shard with the same units, on the same data, whose `cast_forward_inputs` does it."""
 
     def train(model: nn.Module, rank: int) -> list[Tensor]:
@@ -355,7 +367,7 @@ def test_what_a_unit_is_handed_is_cast_at_its_entrance(checkpointed: bool, stage
             torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
             assert found.dtype == torch.bfloat16
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 class WithBatchNorm(nn.Module):
@@ -393,7 +405,8 @@ class _Mixed(nn.Module):
 
 @pytest.mark.parametrize("units", ["auto", [nn.BatchNorm1d, nn.InstanceNorm1d]])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_norms_with_statistics_compute_in_the_dtype_of_these(stage: int, units: Any) -> None:
+@one_fork
+def test_norms_with_statistics_compute_in_the_dtype_of_these(stage: int, units: Any) -> Forked:
     """Oracle: one process with fp32 norms and statistics between bf16 layers, as kernels define it. One rank's data."""
 
     def run(rank: int) -> None:
@@ -417,4 +430,4 @@ def test_norms_with_statistics_compute_in_the_dtype_of_these(stage: int, units: 
                 assert torch.equal(norm(x), kernel)
         assert all(isinstance(parameter, onecopy.SlicedTensor) for parameter in model.parameters())
 
-    run_ranks(2, run)
+    yield On(2, run)

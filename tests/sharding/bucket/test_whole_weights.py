@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import UsageError
 from oracle import Mine, assert_loop_like_twin, part
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 class Aside(nn.Module):
@@ -172,14 +173,16 @@ def _loop(model: nn.Module, mine: Mine) -> list[float]:
 
 @every_stage
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_reached_by_odd_ways_train_like_twin(name: str, stage: int, num_ranks: int) -> None:
-    run_ranks(
+@one_fork
+def test_weights_reached_by_odd_ways_train_like_twin(name: str, stage: int, num_ranks: int) -> Forked:
+    yield On(
         num_ranks,
         lambda rank: assert_loop_like_twin(rank, num_ranks, _loop, lambda: seeded(MODELS[name]), stage=stage) and None,
     )
 
 
-def test_activations_saved_by_a_users_own_hooks_pass_through_them() -> None:
+@one_fork
+def test_activations_saved_by_a_users_own_hooks_pass_through_them() -> Forked:
     """Under `saved_tensors_hooks` of the user's all activations come to them, and at stage 3 no weight does."""
 
     def run(rank: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
@@ -197,14 +200,15 @@ def test_activations_saved_by_a_users_own_hooks_pass_through_them() -> None:
         plain, sharded = seen
         return plain, sharded
 
-    for plain, sharded in run_ranks(2, run):
+    for plain, sharded in (yield On(2, run)):
         weights = {(10, 20), (20, 10), (10, 3), (3, 10)}
         assert weights & set(plain)
         assert sorted(sharded) == sorted(shape for shape in plain if shape not in weights)
 
 
 @every_stage
-def test_a_graph_of_before_a_step_is_refused(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_graph_of_before_a_step_is_refused(stage: int, num_ranks: int) -> Forked:
     """Plain PyTorch refuses it too: the weights that it saved have been modified."""
 
     def run(rank: int) -> None:
@@ -217,7 +221,7 @@ def test_a_graph_of_before_a_step_is_refused(stage: int, num_ranks: int) -> None
             with pytest.raises((RuntimeError, UsageError), match=r"modified by an inplace operation|were changed"):
                 old.backward()
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 class WritesToData(nn.Module):
@@ -243,7 +247,8 @@ class WritesToData(nn.Module):
 
 @every_stage
 @pytest.mark.parametrize("how", ["in place", "assigned", "no_grad"])
-def test_a_write_to_a_parameter_in_forward_is_not_lost_silently(how: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_write_to_a_parameter_in_forward_is_not_lost_silently(how: str, stage: int, num_ranks: int) -> Forked:
     """Plain PyTorch keeps the write; onecopy refuses it, and says where to make it."""
 
     def run(rank: int) -> None:
@@ -251,11 +256,12 @@ def test_a_write_to_a_parameter_in_forward_is_not_lost_silently(how: str, stage:
         with pytest.raises(UsageError, match=r"onecopy\.gathered"):
             model(*part(vector_batches(1)[0], rank, num_ranks))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_parameters_frozen_for_a_while(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_parameters_frozen_for_a_while(stage: int, num_ranks: int) -> Forked:
     """A discriminator under its generator's step, and adapters during a reference pass: as in one process."""
 
     def loop(model: nn.Module, mine: Mine) -> list[float]:
@@ -282,11 +288,38 @@ def test_parameters_frozen_for_a_while(stage: int, num_ranks: int) -> None:
     def run(rank: int) -> None:
         assert_loop_like_twin(rank, num_ranks, loop, lambda: seeded(Stack, 10, 3), stage=stage)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
+
+
+@every_stage
+@one_fork
+def test_a_frozen_pass_between_forward_and_backward(stage: int, num_ranks: int) -> Forked:
+    """As preference training with adapters has it: the reference is the model without them. As in one process."""
+
+    def loop(model: nn.Module, mine: Mine) -> list[float]:
+        optimizer, losses = SGD(model.parameters(), lr=0.1), []
+        for batch in vector_batches(3):
+            x, y = mine(batch)
+            loss = model(x, y)
+            model.requires_grad_(False)
+            with torch.no_grad():
+                reference = model(x * 0.9, y)
+            model.requires_grad_(True)
+            (loss - reference).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(reference.item())
+        return losses
+
+    def run(rank: int) -> None:
+        assert_loop_like_twin(rank, num_ranks, loop, lambda: seeded(Stack, 10, 3), stage=stage)
+
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 3), (2, 2)])
-def test_a_gradient_penalty_trains_like_twin(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_gradient_penalty_trains_like_twin(stage: int, num_ranks: int) -> Forked:
     """create_graph=True with respect to inputs, where whole parameters stay for backward."""
 
     def loop(model: nn.Module, mine: Mine) -> list[float]:
@@ -305,7 +338,7 @@ def test_a_gradient_penalty_trains_like_twin(stage: int, num_ranks: int) -> None
     def run(rank: int) -> None:
         assert_loop_like_twin(rank, num_ranks, loop, lambda: seeded(Smooth), stage=stage)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 class Smooth(nn.Module):
@@ -322,7 +355,8 @@ class Smooth(nn.Module):
         return F.mse_loss(self.head(x), y)
 
 
-def test_double_backward_at_stage_3_is_refused_and_works_inside_one_unit() -> None:
+@one_fork
+def test_double_backward_at_stage_3_is_refused_and_works_inside_one_unit() -> Forked:
     """The error names what to do; with ``units=[]`` the whole model is one unit, and its own forward may do it."""
 
     class Penalised(Smooth):
@@ -340,12 +374,13 @@ def test_double_backward_at_stage_3_is_refused_and_works_inside_one_unit() -> No
             torch.autograd.grad(model(x, y), x, create_graph=True)
         assert_loop_like_twin(rank, 2, _loop, lambda: seeded(Penalised), stage=3, units=[])
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @every_stage
 @pytest.mark.parametrize("how", ["backward(inputs=)", "autograd.grad"])
-def test_gradients_taken_past_the_model_are_an_error_at_the_step(how: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_gradients_taken_past_the_model_are_an_error_at_the_step(how: str, stage: int, num_ranks: int) -> Forked:
     """Plain PyTorch fills them; sharded parameters are not in the graph, and nothing would train."""
 
     def run(rank: int) -> None:
@@ -363,12 +398,13 @@ def test_gradients_taken_past_the_model_are_an_error_at_the_step(how: str, stage
         model(*part(vector_batches(1)[0], rank, num_ranks)).backward()
         optimizer.step()
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("name", ["jvp", "jacrev", "vmap", "functional_call"])
-def test_transforms_of_a_sharded_model_say_what_works(name: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_transforms_of_a_sharded_model_say_what_works(name: str, stage: int, num_ranks: int) -> Forked:
     """torch.func: one sentence that names `gathered`; inside of it they give what plain PyTorch gives."""
 
     def apply(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -392,4 +428,4 @@ def test_transforms_of_a_sharded_model_say_what_works(name: str, stage: int, num
             torch.testing.assert_close(apply(model, *batch), apply(twin, *batch))
         model(*batch).backward()
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)

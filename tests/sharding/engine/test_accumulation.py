@@ -15,14 +15,16 @@ from torch.optim import SGD, AdamW
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from oracle import Mine, assert_same_weights, gathered_weights, part, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 from stack_loops import check, sgd
 
 
 @every_stage
 @pytest.mark.parametrize("way", ["accumulate", "no_sync", "reduce_gradients", "no_sync whole"])
-def test_every_way_to_accumulate(way: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_every_way_to_accumulate(way: str, stage: int, num_ranks: int) -> Forked:
     """Three micro-batches a step, three steps; Adam's count of steps must be three as well."""
 
     def loop(model: nn.Module, mine: Mine) -> None:
@@ -40,12 +42,13 @@ def test_every_way_to_accumulate(way: str, stage: int, num_ranks: int) -> None:
         assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
     accumulate = {"accumulate": 3, "reduce_gradients": 5}.get(way, 1)
-    check(stage, num_ranks, loop, accumulate=accumulate)
+    yield check(stage, num_ranks, loop, accumulate=accumulate)
 
 
 @every_stage
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_both_ways(set_to_none: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_zero_grad_both_ways(set_to_none: bool, stage: int, num_ranks: int) -> Forked:
     """Also on a gradient that was never stepped on, and in the middle of accumulation."""
 
     def loop(model: nn.Module, mine: Mine) -> None:
@@ -58,12 +61,13 @@ def test_zero_grad_both_ways(set_to_none: bool, stage: int, num_ranks: int) -> N
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @every_stage
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, num_ranks: int) -> Forked:
     """A bad micro-batch is thrown away under no_sync; the twin throws it away too."""
 
     def loop(model: nn.Module, mine: Mine) -> None:
@@ -76,11 +80,12 @@ def test_zero_grad_discards_kept_micro_batches(set_to_none: bool, stage: int, nu
         model(*mine(good[1])).backward()
         optimizer.step()
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @every_stage
-def test_step_on_zero_gradients_counts_as_in_one_process(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_step_on_zero_gradients_counts_as_in_one_process(stage: int, num_ranks: int) -> Forked:
     """A peer's fault: a hidden step on zero gradients left Adam's count one ahead. A step of the user's own counts."""
 
     def loop(model: nn.Module, mine: Mine) -> None:
@@ -95,17 +100,18 @@ def test_step_on_zero_gradients_counts_as_in_one_process(stage: int, num_ranks: 
             optimizer.step()
         assert {int(state["step"]) for state in optimizer.state.values()} == {4}
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_step_without_gradients_does_nothing(stage: int) -> None:
+@one_fork
+def test_step_without_gradients_does_nothing(stage: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
         optimizer.step()
         assert not optimizer.state
 
-    check(stage, 2, loop)
+    yield check(stage, 2, loop)
 
 
 class _Broken(torch.autograd.Function):
@@ -136,7 +142,8 @@ class Fragile(Stack):
 @every_stage
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_going_on_after_an_error_in_the_middle(where: str, accumulate: int, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_going_on_after_an_error_in_the_middle(where: str, accumulate: int, stage: int, num_ranks: int) -> Forked:
     """Every rank fails alike, drops its gradients and goes on; the twin never sees the bad batches."""
 
     def run(rank: int) -> None:
@@ -159,15 +166,16 @@ def test_going_on_after_an_error_in_the_middle(where: str, accumulate: int, stag
             optimizer.zero_grad()
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("precision", [None, "bf16-lean"])
+@one_fork
 def test_a_step_is_begun_anew_after_an_error_in_its_last_micro_batch(
     precision: str | None, where: str, stage: int, num_ranks: int
-) -> None:
+) -> Forked:
     """Every rank clears what the first micro-batch left. Oracles: a model that never saw the error; its meter."""
 
     def run(rank: int) -> None:
@@ -194,11 +202,12 @@ def test_a_step_is_begun_anew_after_an_error_in_its_last_micro_batch(
         assert onecopy.meter(model).live == expected
         assert expected["gradients_whole"] == expected["parameters_gathered"] * (stage > 0) == 0
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_backward_that_keeps_its_graph_adds_to_what_was_kept(stage: int) -> None:
+@one_fork
+def test_a_backward_that_keeps_its_graph_adds_to_what_was_kept(stage: int) -> Forked:
     """With create_graph=True autograd puts the sum into new memory. Against one process.
 
     Such a backward is no micro-batch of its own: a step of two of them has three backwards. In the last two steps the
@@ -218,4 +227,4 @@ def test_a_backward_that_keeps_its_graph_adds_to_what_was_kept(stage: int) -> No
                 optimizer.zero_grad()
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(2, run)
+    yield On(2, run)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import CollectiveError, MismatchError
 from oracle import OPTIMIZERS, part
 from ranks import every_stage, run_ranks
@@ -106,7 +107,8 @@ def _rotary() -> nn.Module:
 
 
 @every_stage
-def test_buffers_that_never_change_are_not_sent(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_buffers_that_never_change_are_not_sent(stage: int, num_ranks: int) -> Forked:
     """Oracle: the ledger counts no byte of them in a step that compares none; equal codes were seen above."""
 
     def run(rank: int) -> list[int]:
@@ -120,13 +122,14 @@ def test_buffers_that_never_change_are_not_sent(stage: int, num_ranks: int) -> N
             sent.append(onecopy.ledger(model).last_step.bytes_sent("broadcast"))
         return sent
 
-    sent = run_ranks(num_ranks, run)[0]
+    sent = (yield On(num_ranks, run))[0]
     # Exchanges 1 and 2, 3 and 4, 5 and 6, 7 and 8: the second of the third step is the last that compares nothing.
     assert sent[2] == 0
     assert sent[1] == (16 + 64 * 4 + 300 * 300) * (num_ranks - 1)
 
 
-def test_batch_norm_sends_its_buffers_twice_a_step_in_one_message_each() -> None:
+@one_fork
+def test_batch_norm_sends_its_buffers_twice_a_step_in_one_message_each() -> Forked:
     """Oracle: their bytes, by the count of BatchNorm's own documentation: two vectors and one int64."""
 
     def run(rank: int) -> list[tuple[int, int]]:
@@ -139,7 +142,7 @@ def test_batch_norm_sends_its_buffers_twice_a_step_in_one_message_each() -> None
             optimizer.zero_grad()
         return [(e.calls, e.bytes_sent) for e in onecopy.ledger(model).last_step.entries if e.op == "broadcast"]
 
-    assert run_ranks(2, run)[0] == [(1, 16 + 3 * (2 * 40 + 8)), (1, 16 + 3 * (2 * 40 + 8))]
+    assert (yield On(2, run))[0] == [(1, 16 + 3 * (2 * 40 + 8)), (1, 16 + 3 * (2 * 40 + 8))]
 
 
 def test_one_rank_alone_evaluates_a_replicated_model_after_a_step() -> None:
@@ -165,7 +168,8 @@ def test_one_rank_alone_evaluates_a_replicated_model_after_a_step() -> None:
     run_ranks(2, run, group_timeout=5)
 
 
-def test_statistics_that_are_taken_anew_are_equal_in_the_evaluation_that_follows() -> None:
+@one_fork
+def test_statistics_that_are_taken_anew_are_equal_in_the_evaluation_that_follows() -> Forked:
     """As `torch.optim.swa_utils.update_bn` does, without a step. Oracle: the first rank's alone, in plain PyTorch."""
 
     def run(rank: int) -> None:
@@ -177,11 +181,12 @@ def test_statistics_that_are_taken_anew_are_equal_in_the_evaluation_that_follows
                 model(*part(batch, rank, 2))
             assert torch.equal(model.eval()(*batches[0]), plain.eval()(*batches[0]))
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @every_stage
-def test_what_is_saved_and_evaluated_between_micro_batches_is_the_first_ranks(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_what_is_saved_and_evaluated_between_micro_batches_is_the_first_ranks(stage: int, num_ranks: int) -> Forked:
     """Oracle: the first rank's buffers, exchanged by torch.distributed. No step has made them equal there."""
 
     def run(rank: int) -> None:
@@ -200,7 +205,7 @@ def test_what_is_saved_and_evaluated_between_micro_batches_is_the_first_ranks(st
             torch.distributed.broadcast_object_list(first)
             assert all(torch.equal(buffer, first[0][name]) for name, buffer in model.named_buffers())
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 def test_buffers_of_other_shapes_are_left_alone_or_named() -> None:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import onecopy
 from models import seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import NeedsWholeError
 from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 class Normed(nn.Module):
@@ -35,7 +36,8 @@ class Normed(nn.Module):
 
 @every_stage
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_batch_norm_buffers_are_kept_per_rank_or_the_first_ranks(broadcast: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_batch_norm_buffers_are_kept_per_rank_or_the_first_ranks(broadcast: bool, stage: int, num_ranks: int) -> Forked:
     """Oracle: a replica for every rank in one process, their gradients averaged, the first one's buffers copied.
 
     They are equal after the last step already: what is evaluated and saved is one model.
@@ -74,12 +76,13 @@ def test_batch_norm_buffers_are_kept_per_rank_or_the_first_ranks(broadcast: bool
         for (name, found), value in zip(model.named_buffers(), expected.buffers(), strict=True):
             torch.testing.assert_close(found, value, msg=lambda text, name=name: f"{name}: {text}")
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("callback", [False, True])
-def test_meta_model_draws_the_values_of_one_process(callback: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_meta_model_draws_the_values_of_one_process(callback: bool, stage: int, num_ranks: int) -> Forked:
     """Oracle: the same modules initialised in the same order from the same seed, whole."""
 
     def init(module: nn.Module) -> None:
@@ -112,7 +115,7 @@ def test_meta_model_draws_the_values_of_one_process(callback: bool, stage: int, 
         moved = gathered_weights(model)
         assert not torch.equal(moved["head.weight"], twin.head.weight)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 def _outcome(call: Callable[[], Tensor]) -> Tensor | NeedsWholeError:
@@ -144,7 +147,8 @@ class Generator(nn.Module):
 
 @every_stage
 @pytest.mark.parametrize("method", ["encode", "direct"])
-def test_a_method_other_than_forward_works_inside_gathered(method: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_method_other_than_forward_works_inside_gathered(method: str, stage: int, num_ranks: int) -> Forked:
     """Outside it either works too or raises an error that names the way; never a crash or a wrong number."""
     call: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: getattr(model, method)(x)  # noqa: E731
 
@@ -170,4 +174,4 @@ def test_a_method_other_than_forward_works_inside_gathered(method: str, stage: i
         train(twin, OPTIMIZERS["sgd"](twin.parameters()), vector_batches(1))
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import onecopy
 from models import VOCAB, TinyGPT, seeded, token_batches
+from one_fork import Forked, On, one_fork
 from oracle import OPTIMIZERS, assert_trains_like_twin, part
 from ranks import every_stage, run_ranks
 
@@ -60,7 +61,8 @@ class Wrapper(nn.Module):
 
 @every_stage
 @pytest.mark.parametrize("units", ["auto", []])
-def test_generating_around_the_roots_forward_equals_the_plain_model(units: Any, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_generating_around_the_roots_forward_equals_the_plain_model(units: Any, stage: int, num_ranks: int) -> Forked:
     """Before, between and after steps, which train like the twin. Oracle: the plain wrapper with the same weights."""
 
     def run(rank: int) -> None:
@@ -83,7 +85,7 @@ def test_generating_around_the_roots_forward_equals_the_plain_model(units: Any, 
             optimizer.step()
             optimizer.zero_grad()
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage, num_ranks", [(0, 2), (1, 3), (2, 2)])

@@ -15,9 +15,10 @@ from torch.optim import SGD
 
 import onecopy
 from models import Chain, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.sharding.tensor.sliced import SlicedTensor
 from oracle import Mine, assert_loop_like_twin, assert_same_weights, gathered_weights, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 WHERE = ["forward", "evaluation", "backward"]
 KINDS = [ArithmeticError, KeyboardInterrupt]
@@ -65,7 +66,8 @@ def _interrupted(model: nn.Module, batch: tuple[Tensor, ...], at: int, where: st
 @every_stage
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", WHERE)
-def test_training_goes_on_like_twin(where: str, kind: type[BaseException], stage: int, num_ranks: int) -> None:
+@one_fork
+def test_training_goes_on_like_twin(where: str, kind: type[BaseException], stage: int, num_ranks: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> list[float]:
         optimizer, losses = SGD(model.parameters(), lr=0.1, momentum=0.9), []
         for step, batch in enumerate(vector_batches(5)):
@@ -85,15 +87,16 @@ def test_training_goes_on_like_twin(where: str, kind: type[BaseException], stage
     def run(rank: int) -> None:
         assert_loop_like_twin(rank, num_ranks, loop, lambda: seeded(Fragile), stage=stage)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", WHERE)
+@one_fork
 def test_the_model_can_be_looked_at_and_saved(
     where: str, kind: type[BaseException], stage: int, num_ranks: int, tmp_path: Path
-) -> None:
+) -> Forked:
     """Right after it: all parameters are slices in the master dtype, and no module shows a bf16 copy of a unit."""
 
     def run(rank: int) -> None:
@@ -110,4 +113,4 @@ def test_the_model_can_be_looked_at_and_saved(
         assert_same_weights(whole_weights(other), whole_weights(plain))
         assert torch.is_autocast_cache_enabled()
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)

@@ -16,6 +16,7 @@ from torch.optim import AdamW, Optimizer, lr_scheduler
 
 import onecopy
 from models import TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from oracle import (
     OPTIMIZERS,
     Mine,
@@ -26,7 +27,7 @@ from oracle import (
     train,
     whole_weights,
 )
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 from stack_loops import check, sgd, stack
 
 # --- clipping
@@ -35,7 +36,8 @@ from stack_loops import check, sgd, stack
 @every_stage
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
 @pytest.mark.parametrize("foreach", [None, True, False])
-def test_clip_grad_norm_of_any_order(norm_type: float, foreach: bool | None, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_clip_grad_norm_of_any_order(norm_type: float, foreach: bool | None, stage: int, num_ranks: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> list[float]:
         optimizer, norms = sgd(model), []
         for batch in vector_batches(2):
@@ -47,21 +49,23 @@ def test_clip_grad_norm_of_any_order(norm_type: float, foreach: bool | None, sta
             optimizer.zero_grad()
         return norms
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_clip_grad_value(stage: int) -> None:
+@one_fork
+def test_clip_grad_value(stage: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> None:
         model(*mine(vector_batches(1)[0])).backward()
         clip_grad_value_(model.parameters(), 0.01)
         sgd(model).step()
 
-    check(stage, 2, loop)
+    yield check(stage, 2, loop)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_error_if_nonfinite_is_raised_on_every_rank(stage: int) -> None:
+@one_fork
+def test_error_if_nonfinite_is_raised_on_every_rank(stage: int) -> Forked:
     """Only rank 1's data is bad."""
 
     def run(rank: int) -> None:
@@ -71,14 +75,15 @@ def test_error_if_nonfinite_is_raised_on_every_rank(stage: int) -> None:
         with pytest.raises(RuntimeError, match="non-finite"):
             clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 # --- forwards and backwards in other numbers than one each
 
 
 @every_stage
-def test_several_forwards_before_one_backward(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_several_forwards_before_one_backward(stage: int, num_ranks: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> None:
         optimizer = sgd(model)
         for a, b, c in zip(*[iter(vector_batches(6))] * 3, strict=True):
@@ -87,11 +92,12 @@ def test_several_forwards_before_one_backward(stage: int, num_ranks: int) -> Non
             optimizer.step()
             optimizer.zero_grad()
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @every_stage
-def test_two_forwards_then_two_backwards(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_two_forwards_then_two_backwards(stage: int, num_ranks: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> None:
         optimizer = sgd(model)
         for a, b in zip(*[iter(vector_batches(4))] * 2, strict=True):
@@ -101,24 +107,26 @@ def test_two_forwards_then_two_backwards(stage: int, num_ranks: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @every_stage
-def test_two_backwards_through_one_graph(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_two_backwards_through_one_graph(stage: int, num_ranks: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> None:
         loss = model(*mine(vector_batches(1)[0]))
         loss.backward(retain_graph=True)
         (2 * loss).backward()
         sgd(model).step()
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @every_stage
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("first", [False, True], ids=["between forward and backward", "before the first step"])
-def test_evaluation_in_the_middle_of_training(mode: Any, first: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_evaluation_in_the_middle_of_training(mode: Any, first: bool, stage: int, num_ranks: int) -> Forked:
     """It must see the latest weights, and leave training as it was."""
 
     def loop(model: nn.Module, mine: Mine) -> list[float]:
@@ -143,11 +151,12 @@ def test_evaluation_in_the_middle_of_training(mode: Any, first: bool, stage: int
         evaluate()
         return values
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @every_stage
-def test_gradients_of_inputs(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_gradients_of_inputs(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         x, y = vector_batches(1)[0]
         whole = x.clone().requires_grad_()
@@ -158,7 +167,7 @@ def test_gradients_of_inputs(stage: int, num_ranks: int) -> None:
         onecopy.shard(stack(), stage)(own, own_y).backward()
         torch.testing.assert_close(own.grad, part((whole.grad,), rank, num_ranks)[0] * num_ranks)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 # --- parameter groups and schedulers
@@ -184,7 +193,8 @@ def _groups_by_name(model: nn.Module) -> list[dict[str, Any]]:
 
 @every_stage
 @pytest.mark.parametrize("groups", [_groups_by_ndim, _groups_by_name], ids=["by ndim", "by name"])
-def test_parameter_groups(groups: Callable[[nn.Module], list[dict[str, Any]]], stage: int, num_ranks: int) -> None:
+@one_fork
+def test_parameter_groups(groups: Callable[[nn.Module], list[dict[str, Any]]], stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         # The optimizer sees parameters alone, so the groups are built by looking at the model from outside.
         twin, model = stack(), onecopy.shard(stack(), stage)
@@ -192,7 +202,7 @@ def test_parameter_groups(groups: Callable[[nn.Module], list[dict[str, Any]]], s
             train(other, AdamW(groups(other), lr=1e-2), [mine(batch) for batch in vector_batches(3)])
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +218,8 @@ def test_parameter_groups(groups: Callable[[nn.Module], list[dict[str, Any]]], s
     ids=["cosine", "lambda", "one cycle", "sequential"],
 )
 @pytest.mark.parametrize("stage", [1, 3])
-def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: int) -> None:
+@one_fork
+def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> list[float]:
         optimizer, rates = sgd(model), []
         scheduler = schedule(optimizer)
@@ -220,7 +231,7 @@ def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: i
             rates.append(scheduler.get_last_lr()[0])
         return rates
 
-    check(stage, 2, loop)
+    yield check(stage, 2, loop)
 
 
 # --- when the optimizer is made
@@ -228,7 +239,8 @@ def test_learning_rate_schedulers(schedule: Callable[[Optimizer], Any], stage: i
 
 @every_stage
 @pytest.mark.parametrize("when", ["before the first forward", "after the first forward", "after the first backward"])
-def test_it_does_not_matter_when_the_optimizer_is_made(when: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_it_does_not_matter_when_the_optimizer_is_made(when: str, stage: int, num_ranks: int) -> Forked:
     def loop(model: nn.Module, mine: Mine) -> None:
         optimizer = AdamW(model.parameters(), lr=1e-2) if when == "before the first forward" else None
         for batch in vector_batches(3):
@@ -240,11 +252,12 @@ def test_it_does_not_matter_when_the_optimizer_is_made(when: str, stage: int, nu
             optimizer.step()
             optimizer.zero_grad()
 
-    check(stage, num_ranks, loop)
+    yield check(stage, num_ranks, loop)
 
 
 @every_stage
-def test_parameters_seen_before_a_forward_are_those_after_it(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_parameters_seen_before_a_forward_are_those_after_it(stage: int, num_ranks: int) -> Forked:
     """The optimizer holds them: they must be the same objects, at every moment outside of computation."""
 
     def run(rank: int) -> None:
@@ -255,14 +268,15 @@ def test_parameters_seen_before_a_forward_are_those_after_it(stage: int, num_ran
         loss.backward()
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_fused_adamw_trains_a_language_model_of_many_units() -> None:
+@one_fork
+def test_fused_adamw_trains_a_language_model_of_many_units() -> Forked:
     def run(rank: int) -> None:
         build = lambda: seeded(TinyGPT, layers=6)  # noqa: E731
         assert_trains_like_twin(
             rank, 3, build, token_batches(4), stage=3, optimizer=OPTIMIZERS["adamw-fused"], clip=1.0
         )
 
-    run_ranks(3, run)
+    yield On(3, run)

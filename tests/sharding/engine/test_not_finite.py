@@ -17,6 +17,7 @@ from transformers import GPT2LMHeadModel
 import onecopy
 from jobs import CPU, SMALL
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import NotFiniteError
 from onecopy.recipes.settings import load
 from onecopy.recipes.train import train
@@ -26,7 +27,8 @@ from ranks import run_ranks
 
 
 @pytest.mark.parametrize("what", ["parameter", "state"])
-def test_what_is_not_finite_is_not_saved_over_what_is(what: str, tmp_path: Path) -> None:
+@one_fork
+def test_what_is_not_finite_is_not_saved_over_what_is(what: str, tmp_path: Path) -> Forked:
     """One element of one parameter, in the last rank's slice."""
 
     def run(rank: int) -> tuple[str, str]:
@@ -50,7 +52,7 @@ def test_what_is_not_finite_is_not_saved_over_what_is(what: str, tmp_path: Path)
         assert all(weight.isfinite().all() for weight in gathered_weights(other).values())
         return str(caught.value), name
 
-    results = run_ranks(3, run)
+    results = yield On(3, run)
     for message, _ in results:
         assert "failed on rank 2" in message
         assert f"{results[2][1]!r} holds nan or inf" in message
@@ -71,7 +73,8 @@ def _records(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
-def test_a_job_that_diverges_stops_with_its_last_finite_checkpoint(tmp_path: Path) -> None:
+@one_fork
+def test_a_job_that_diverges_stops_with_its_last_finite_checkpoint(tmp_path: Path) -> Forked:
     """The learning rate of the issue, where pruning to one checkpoint would delete the last finite one."""
 
     def run(rank: int) -> str:
@@ -87,7 +90,7 @@ def test_a_job_that_diverges_stops_with_its_last_finite_checkpoint(tmp_path: Pat
             )
         return str(caught.value)
 
-    first, second = run_ranks(2, run)
+    first, second = yield On(2, run)
     assert first == second
     assert first.startswith("2 steps in a row were not finite and changed nothing. It began in step ")
     assert "on every rank" in first
@@ -105,7 +108,7 @@ def test_a_job_that_diverges_stops_with_its_last_finite_checkpoint(tmp_path: Pat
         assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "out" / "model.safetensors").values())
         return done.step
 
-    assert run_ranks(1, look, group=False)[0] == steps[-1]["step"] - 2
+    assert (yield On(1, look, group=False))[0] == steps[-1]["step"] - 2
 
 
 def test_one_ranks_nan_is_named_and_reaches_no_weight(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import torch
 import onecopy
 from covering import covered
 from models import TinyGPT, seeded, token_batches
+from one_fork import Forked, On, one_fork
 from oracle import (
     OPTIMIZERS,
     Batch,
@@ -175,11 +176,12 @@ def test_bf16_run_equals_whole_batch_twin(case: Case) -> None:
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_float64_run_equals_whole_batch_twin_to_1e_12(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_float64_run_equals_whole_batch_twin_to_1e_12(stage: int, num_ranks: int) -> Forked:
     """What is left in fp32 is rounding and nothing else: in fp64 it shrinks by 2^-29 with it."""
     loop: Loop = (3, "sgd", CLIP)
-    runs = run_ranks(num_ranks, lambda rank: _sharded(rank, num_ranks, stage, "", torch.float64, loop))
-    twin = run_ranks(1, lambda rank: _twin(loop, dtype=torch.float64), group=False)[0]
+    runs = yield On(num_ranks, lambda rank: _sharded(rank, num_ranks, stage, "", torch.float64, loop))
+    twin = (yield On(1, lambda rank: _twin(loop, dtype=torch.float64), group=False))[0]
     _every_rank_agrees(runs)
     assert _mean_losses(runs) == pytest.approx(twin.losses, rel=1e-12, abs=0)
     assert runs[0].norms == pytest.approx(twin.norms, rel=1e-12, abs=0)
@@ -239,13 +241,14 @@ def test_gradient_norm_is_the_same_at_every_stage_and_n() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_one_process_without_a_group_equals_twin(stage: int) -> None:
+@one_fork
+def test_one_process_without_a_group_equals_twin(stage: int) -> Forked:
     """The same loop in plain ``python``: N = 1, nothing to join. Only the norm is summed in another order than torch's.
 
     So the factor of the clip, and what is stepped by it, may differ in the last bit: on some processors it does.
     """
     loop: Loop = (3, "adamw-fused", CLIP)
-    run = run_ranks(1, lambda rank: _sharded(rank, 1, stage, "fp32", torch.float32, loop), group=False)[0]
+    run = (yield On(1, lambda rank: _sharded(rank, 1, stage, "fp32", torch.float32, loop), group=False))[0]
     twin = _twins("fp32")[loop]
     assert run.losses == twin.losses
     assert run.norms == pytest.approx(twin.norms, rel=1e-6, abs=0)

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 
 import onecopy
 from models import seeded, token_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import MismatchError, SettingsError, UsageError
 from oracle import OPTIMIZERS, Run, part, train, train_twin
-from ranks import run_ranks
 from tensor_parallel_models import DIM, Gpt, full_weights, mesh_of, parallelize
 
 
@@ -39,7 +39,8 @@ def _train(rank: int, stage: int, sequence: bool, optimizer: str, accumulate: in
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence-parallel"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_by_two_ranks_train_like_one_process(stage: int, sequence: bool) -> None:
+@one_fork
+def test_two_by_two_ranks_train_like_one_process(stage: int, sequence: bool) -> Forked:
     """Losses, the global gradient norm (over both axes) before clipping, and whole weights after it."""
     loops = [("sgd", 2), ("adamw", 1), ("adamw-fused", 1)]
 
@@ -52,8 +53,8 @@ def test_two_by_two_ranks_train_like_one_process(stage: int, sequence: bool) -> 
             for name, accumulate in loops
         ]
 
-    ranks = run_ranks(4, run)
-    for loop, expected in enumerate(run_ranks(1, twin, group=False)[0]):
+    ranks = yield On(4, run)
+    for loop, expected in enumerate((yield On(1, twin, group=False))[0]):
         runs = [found[loop] for found in ranks]
         assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-6)
         means = [(a + b) / 2 for a, b in zip(runs[0].losses, runs[2].losses, strict=True)]
@@ -65,7 +66,8 @@ def test_two_by_two_ranks_train_like_one_process(stage: int, sequence: bool) -> 
                 torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-5 if loop else 2e-6)
 
 
-def test_replicated_copies_and_frozen_weights_train_like_one_process() -> None:
+@one_fork
+def test_replicated_copies_and_frozen_weights_train_like_one_process() -> Forked:
     """Hybrid sharding's replicate axis beside the tensor axis; a cut weight and a whole one are not trained."""
 
     def frozen() -> nn.Module:
@@ -85,8 +87,8 @@ def test_replicated_copies_and_frozen_weights_train_like_one_process() -> None:
     def twin(rank: int) -> Run:
         return train_twin(frozen(), OPTIMIZERS["sgd"], token_batches(3), clip=0.5)
 
-    (expected,) = run_ranks(1, twin, group=False)
-    for found in run_ranks(4, run):
+    (expected,) = yield On(1, twin, group=False)
+    for found in (yield On(4, run)):
         assert found.norms == pytest.approx(expected.norms, rel=2e-6)
         for name, value in expected.weights.items():
             torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-6)
@@ -94,7 +96,8 @@ def test_replicated_copies_and_frozen_weights_train_like_one_process() -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-lean"])
-def test_bf16_compute_over_fp32_masters(precision: str, stage: int) -> None:
+@one_fork
+def test_bf16_compute_over_fp32_masters(precision: str, stage: int) -> Forked:
     """Oracle: the fp32 twin, to what bf16's 8 bits allow; every rank of the tensor axis has the same loss."""
 
     def twin(rank: int) -> list[float]:
@@ -107,8 +110,8 @@ def test_bf16_compute_over_fp32_masters(precision: str, stage: int) -> None:
         batches = [part(batch, rank // 2, 2) for batch in token_batches(3)]
         return train(model, OPTIMIZERS["adamw"](model.parameters()), batches).losses
 
-    (expected,) = run_ranks(1, twin, group=False)
-    losses = run_ranks(4, run)
+    (expected,) = yield On(1, twin, group=False)
+    losses = yield On(4, run)
     assert losses[0] == losses[1]
     means = [(a + b) / 2 for a, b in zip(losses[0], losses[2], strict=True)]
     assert means == pytest.approx(expected, rel=0.02)
@@ -124,7 +127,8 @@ def _shapes() -> dict[str, torch.Size]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_each_rank_holds_its_part_of_its_part(stage: int) -> None:
+@one_fork
+def test_each_rank_holds_its_part_of_its_part(stage: int) -> Forked:
     """Oracle: shapes. What the plan cuts is divided by both degrees, what it leaves whole by the shard degree alone."""
 
     def run(rank: int) -> tuple[int, int, dict[str, torch.Size]]:
@@ -136,7 +140,7 @@ def test_each_rank_holds_its_part_of_its_part(stage: int) -> None:
     names = ("attention.q", "attention.k", "attention.v", "attention.out.weight", "mlp.up", "mlp.down.weight", "head")
     cut = sum(p.numel() for n, p in whole.named_parameters() if any(part in n for part in names))
     left = sum(p.numel() for p in whole.parameters()) - cut
-    for held, padded, shapes in run_ranks(4, run):
+    for held, padded, shapes in (yield On(4, run)):
         assert shapes == _shapes()
         # VOCAB = 29 rows of the head are 15 and 14; every parameter and slice is aligned.
         assert padded == pytest.approx(left + cut / 2, rel=0.1)
@@ -144,7 +148,8 @@ def test_each_rank_holds_its_part_of_its_part(stage: int) -> None:
 
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
-def test_norms_are_global_over_both_axes(order: float) -> None:
+@one_fork
+def test_norms_are_global_over_both_axes(order: float) -> Forked:
     """Whichever of torch's ways `get_total_norm` takes: foreach or one parameter after the other."""
 
     def norms(model: nn.Module, batch: Tensor) -> list[float]:
@@ -153,12 +158,13 @@ def test_norms_are_global_over_both_axes(order: float) -> None:
         return [nn.utils.get_total_norm(gradients, order, foreach=f).item() for f in (None, True, False)]
 
     ((batch,),) = token_batches(1)
-    (expected,) = run_ranks(1, lambda rank: norms(seeded(Gpt), batch), group=False)
-    for found in run_ranks(4, lambda rank: norms(_sharded(2), batch)):
+    (expected,) = yield On(1, lambda rank: norms(seeded(Gpt), batch), group=False)
+    for found in (yield On(4, lambda rank: norms(_sharded(2), batch))):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_norm_takes_one_small_message_for_each_axis() -> None:
+@one_fork
+def test_norm_takes_one_small_message_for_each_axis() -> Forked:
     def run(rank: int) -> dict[str, int]:
         model = _sharded(3)
         model(token_batches(1)[0][0]).backward()
@@ -167,13 +173,14 @@ def test_norm_takes_one_small_message_for_each_axis() -> None:
         return {axis: sent.bytes_sent("norm", axis=axis) for axis in ("shard", "tensor")}
 
     # float64: of what is cut and what is not over shard, of what is cut over tensor.
-    assert run_ranks(4, run) == [{"shard": 16, "tensor": 8}] * 4
+    assert (yield On(4, run)) == [{"shard": 16, "tensor": 8}] * 4
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence-parallel"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_meter_counts_the_same_after_every_step(stage: int, sequence: bool, accumulate: int) -> None:
+@one_fork
+def test_the_meter_counts_the_same_after_every_step(stage: int, sequence: bool, accumulate: int) -> Forked:
     """An embedding's gradient may come in another placement, and so in another size, than what is sent of it."""
 
     def run(rank: int) -> list[dict[str, int]]:
@@ -187,12 +194,13 @@ def test_the_meter_counts_the_same_after_every_step(stage: int, sequence: bool, 
             seen.append(dict(onecopy.meter(model).live))
         return seen
 
-    for first, *later in run_ranks(4, run):
+    for first, *later in (yield On(4, run)):
         assert first["gradients_whole"] == 0
         assert later == [first] * 3
 
 
-def test_gathered_shows_dtensors_and_keeps_edits() -> None:
+@one_fork
+def test_gathered_shows_dtensors_and_keeps_edits() -> Forked:
     def run(rank: int) -> tuple[dict[str, Tensor], bool]:
         model = _sharded(3)
         with onecopy.gathered(model, write=True):
@@ -216,8 +224,8 @@ def test_gathered_shows_dtensors_and_keeps_edits() -> None:
             model.get_parameter("norm.weight").add_(1)
         return {name: p.detach() for name, p in model.named_parameters()}
 
-    (expected,) = run_ranks(1, twin, group=False)
-    for found, is_dtensor in run_ranks(4, run):
+    (expected,) = yield On(1, twin, group=False)
+    for found, is_dtensor in (yield On(4, run)):
         assert is_dtensor
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
@@ -231,7 +239,8 @@ def _with_other_values(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("placed", [False, True], ids=["plain", "dtensors"])
-def test_load_state_dict_takes_whole_tensors(placed: bool) -> None:
+@one_fork
+def test_load_state_dict_takes_whole_tensors(placed: bool) -> Forked:
     """Of one process, or of a model that is tensor-parallel alone."""
 
     def run(rank: int) -> dict[str, Tensor]:
@@ -242,13 +251,14 @@ def test_load_state_dict_takes_whole_tensors(placed: bool) -> None:
         model.load_state_dict(source.state_dict())
         return full_weights(model)
 
-    (expected,) = run_ranks(1, lambda rank: _with_other_values(seeded(Gpt)).state_dict(), group=False)
-    for found in run_ranks(4, run):
+    (expected,) = yield On(1, lambda rank: _with_other_values(seeded(Gpt)).state_dict(), group=False)
+    for found in (yield On(4, run)):
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
 
 
-def test_an_optimizer_made_before_keeps_its_states() -> None:
+@one_fork
+def test_an_optimizer_made_before_keeps_its_states() -> Forked:
     """Two steps tensor-parallel alone, then two sharded, are the twin's four steps."""
     batches = token_batches(4)
 
@@ -268,13 +278,14 @@ def test_an_optimizer_made_before_keeps_its_states() -> None:
     def twin(rank: int) -> dict[str, Tensor]:
         return train_twin(seeded(Gpt), OPTIMIZERS["adamw-loop"], batches).weights
 
-    (expected,) = run_ranks(1, twin, group=False)
-    for found in run_ranks(4, run):
+    (expected,) = yield On(1, twin, group=False)
+    for found in (yield On(4, run)):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=2e-5)
 
 
-def test_plain_parameters_and_buffers_take_the_first_ranks_values_over_the_tensor_axis_too() -> None:
+@one_fork
+def test_plain_parameters_and_buffers_take_the_first_ranks_values_over_the_tensor_axis_too() -> Forked:
     def run(rank: int) -> tuple[float, float]:
         first, norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         nn.init.constant_(first.weight, rank)
@@ -285,10 +296,11 @@ def test_plain_parameters_and_buffers_take_the_first_ranks_values_over_the_tenso
         with onecopy.gathered(model):
             return first.weight.abs().max().item(), norm.running_mean.abs().max().item()
 
-    assert run_ranks(4, run) == [(0, 0)] * 4
+    assert (yield On(4, run)) == [(0, 0)] * 4
 
 
-def test_an_overflow_on_one_rank_is_known_on_both_axes() -> None:
+@one_fork
+def test_an_overflow_on_one_rank_is_known_on_both_axes() -> Forked:
     """GradScaler must skip the step on every rank; the infinity lies in the part of one tensor rank."""
 
     def run(rank: int) -> float:
@@ -302,10 +314,11 @@ def test_an_overflow_on_one_rank_is_known_on_both_axes() -> None:
         scaler.update()
         return scaler.get_scale()
 
-    assert run_ranks(4, run) == [1.0] * 4
+    assert (yield On(4, run)) == [1.0] * 4
 
 
-def test_meta_models_are_materialized() -> None:
+@one_fork
+def test_meta_models_are_materialized() -> Forked:
     def run(rank: int) -> None:
         mesh = mesh_of()
         with torch.device("meta"):
@@ -323,10 +336,11 @@ def test_meta_models_are_materialized() -> None:
             assert torch.equal(value, expected), name
         assert model(token_batches(1)[0][0]).isfinite()
 
-    run_ranks(4, run)
+    yield On(4, run)
 
 
-def test_what_cannot_work_says_so() -> None:
+@one_fork
+def test_what_cannot_work_says_so() -> Forked:
     def run(rank: int) -> None:
         mesh = mesh_of()
         model = parallelize(seeded(Gpt), mesh["tensor"], False)
@@ -342,4 +356,4 @@ def test_what_cannot_work_says_so() -> None:
         with pytest.raises(MismatchError, match=r"norm\.weight"):
             onecopy.shard(model, 3, mesh=mesh)
 
-    run_ranks(4, run)
+    yield On(4, run)

@@ -15,9 +15,10 @@ from torch.optim import AdamW
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import SettingsError, UsageError
 from oracle import OPTIMIZERS, Mine, gathered_weights, part, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 WAYS: dict[str, Callable[[nn.Module], list[Any]]] = {
     "a name": lambda model: ["blocks.1.0.weight", "head.bias"],
@@ -49,7 +50,8 @@ def _loop(model: nn.Module, mine: Mine) -> list[float]:
 
 @every_stage
 @pytest.mark.parametrize("way", WAYS)
-def test_ignored_parameters_that_the_loop_averages_train_like_twin(way: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_ignored_parameters_that_the_loop_averages_train_like_twin(way: str, stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         left = [name for name, _ in _ignored(seeded(Stack), way)]
         held: list[nn.Parameter] = []
@@ -73,7 +75,7 @@ def test_ignored_parameters_that_the_loop_averages_train_like_twin(way: str, sta
         for name, value in whole_weights(twin).items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 def _ignored(model: nn.Module, way: str) -> list[tuple[str, nn.Parameter]]:
@@ -87,7 +89,8 @@ def _ignored(model: nn.Module, way: str) -> list[tuple[str, nn.Parameter]]:
 
 
 @every_stage
-def test_ignored_parameters_are_each_ranks_own(stage: int, num_ranks: int, tmp_path: Path) -> None:
+@one_fork
+def test_ignored_parameters_are_each_ranks_own(stage: int, num_ranks: int, tmp_path: Path) -> Forked:
     """Neither made equal nor averaged; gathered, saved (the first rank's) and exported with the rest. By hand."""
 
     def run(rank: int) -> None:
@@ -114,12 +117,13 @@ def test_ignored_parameters_are_each_ranks_own(stage: int, num_ranks: int, tmp_p
         dist.broadcast_object_list(first)
         assert torch.equal(model.head.bias, first[0])
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-loop", "sgd"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_scaler_skips_a_step_for_plain_and_sliced_parameters_alike(optimizer: str, stage: int) -> None:
+@one_fork
+def test_a_scaler_skips_a_step_for_plain_and_sliced_parameters_alike(optimizer: str, stage: int) -> Forked:
     """Oracle: the plain model on one process. The ignored gradient is averaged by the loop, as ever."""
 
     def loop(model: nn.Module, mine: Mine, averages: bool) -> None:
@@ -143,10 +147,11 @@ def test_a_scaler_skips_a_step_for_plain_and_sliced_parameters_alike(optimizer: 
         for name, value in whole_weights(twin).items():
             torch.testing.assert_close(gathered_weights(model)[name], value, rtol=0, atol=1e-6)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_an_ignored_parameter_on_meta_gets_memory_and_the_values_of_its_module() -> None:
+@one_fork
+def test_an_ignored_parameter_on_meta_gets_memory_and_the_values_of_its_module() -> Forked:
     def run(rank: int) -> None:
         with torch.device("meta"):
             model = Stack()
@@ -156,7 +161,7 @@ def test_an_ignored_parameter_on_meta_gets_memory_and_the_values_of_its_module()
         model(*vector_batches(1)[0]).backward()
         assert model.head.weight.grad is not None
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +180,12 @@ def test_what_cannot_be_ignored_is_named(ignored: Any, words: list[str]) -> None
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_parameter_that_came_later_is_not_taken_for_an_ignored_one() -> None:
+@one_fork
+def test_a_parameter_that_came_later_is_not_taken_for_an_ignored_one() -> Forked:
     def run(rank: int) -> None:
         model = onecopy.shard(seeded(Stack), 2, ignored=["head.bias"])
         model.head._parameters["bias"] = nn.Parameter(torch.zeros(3))
         with pytest.raises(UsageError, match=r"head\.bias"):
             model(*vector_batches(1)[0])
 
-    run_ranks(1, run)
+    yield On(1, run)

@@ -5,6 +5,8 @@ The oracle is the whole-batch twin of `oracle.py`. Each test runs every stage on
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from torch.optim import AdamW
 import onecopy
 from models import VOCAB, Stack, TinyGPT, seeded, token_batches, vector_batches
 from odd_models import Convolutions, Mixed, Odd, Reused, TiedAcross, TiedInside, TinyOnly, Transposed
+from one_fork import Forked, On, one_fork
 from onecopy.sharding.engine.engine import find_engine
 from onecopy.sharding.model import discover
 from oracle import (
@@ -25,7 +28,7 @@ from oracle import (
     train,
     train_in_rank_order,
 )
-from ranks import everywhere, run_ranks
+from ranks import everywhere
 
 
 def _images(count: int) -> list[tuple[Tensor, ...]]:
@@ -37,35 +40,39 @@ def _images(count: int) -> list[tuple[Tensor, ...]]:
 
 @everywhere
 @pytest.mark.parametrize("kind", [TiedInside, Odd, TinyOnly, Transposed, Reused])
-def test_vector_model_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks: int) -> None:
+@one_fork
+def test_vector_model_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         assert_trains_like_twin(rank, num_ranks, lambda: seeded(kind), vector_batches(4), stage=stage)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("num_ranks, group", [(1, False), (1, True), (4, True)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_vector_models_train_like_twin_on_one_rank_and_on_four(stage: int, num_ranks: int, group: bool) -> None:
+@one_fork
+def test_vector_models_train_like_twin_on_one_rank_and_on_four(stage: int, num_ranks: int, group: bool) -> Forked:
     def run(rank: int) -> None:
         for kind in (TiedInside, Odd, TinyOnly, Transposed, Reused, Mixed):
             assert_trains_like_twin(rank, num_ranks, lambda kind=kind: seeded(kind), vector_batches(2), stage=stage)
 
-    run_ranks(num_ranks, run, group=group)
+    yield On(num_ranks, run, group=group)
 
 
 @everywhere
-def test_weight_tied_across_units_trains_like_twin(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_weight_tied_across_units_trains_like_twin(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         model = assert_trains_like_twin(
             rank, num_ranks, lambda: seeded(TiedAcross), token_batches(4), stage=stage, units=[nn.Embedding, nn.Linear]
         )
         assert model.head.weight is model.tokens.weight
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_weight_tied_across_units_updates_its_last_rows_on_four_ranks() -> None:
+@one_fork
+def test_weight_tied_across_units_updates_its_last_rows_on_four_ranks() -> Forked:
     """29 rows on 4 ranks; a peer's fault was that the last rank's rows never moved."""
 
     def run(rank: int) -> None:
@@ -76,30 +83,33 @@ def test_weight_tied_across_units_updates_its_last_rows_on_four_ranks() -> None:
         moved = (gathered_weights(model)["tokens.weight"] != before).any(dim=1)
         assert moved.all()
 
-    run_ranks(4, run)
+    yield On(4, run)
 
 
 @everywhere
-def test_channels_last_weights_train_like_twin(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_channels_last_weights_train_like_twin(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         model = assert_trains_like_twin(rank, num_ranks, lambda: seeded(Convolutions), _images(3), stage=stage)
         with onecopy.gathered(model):
             assert model.blocks[0].weight.is_contiguous(memory_format=torch.channels_last)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @everywhere
-def test_mixed_dtypes_in_one_block_train_like_twin(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_mixed_dtypes_in_one_block_train_like_twin(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         model = assert_trains_like_twin(rank, num_ranks, lambda: seeded(Mixed), vector_batches(3), stage=stage)
         assert {p.dtype for p in model.parameters()} == {torch.float64, torch.float32, torch.int64}
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @everywhere
-def test_unused_parameters_keep_no_gradient_and_are_not_decayed(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_unused_parameters_keep_no_gradient_and_are_not_decayed(stage: int, num_ranks: int) -> Forked:
     """As in one process: AdamW skips what has no gradient, so its weight decay must not touch it. A whole block too."""
 
     def make() -> nn.Module:
@@ -121,12 +131,13 @@ def test_unused_parameters_keep_no_gradient_and_are_not_decayed(stage: int, num_
             "spare_block.bias",
         }
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @everywhere
 @pytest.mark.parametrize("frozen", ["first block", "all but biases", "everything but the head"])
-def test_frozen_parameters_train_like_twin(frozen: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_frozen_parameters_train_like_twin(frozen: str, stage: int, num_ranks: int) -> Forked:
     """Frozen weights are still needed for the gradients of inputs after all trainable ones have arrived."""
 
     def freezes(name: str) -> bool:
@@ -145,11 +156,12 @@ def test_frozen_parameters_train_like_twin(frozen: str, stage: int, num_ranks: i
         model(*part(vector_batches(1)[0], rank, num_ranks)).backward()
         assert all((p.grad is None) == freezes(n) for n, p in model.named_parameters())
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @everywhere
-def test_frozen_parameters_send_no_gradient(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_frozen_parameters_send_no_gradient(stage: int, num_ranks: int) -> Forked:
     """Only the head's gradient travels: closed form from its own padded size."""
 
     def run(rank: int) -> tuple[int, int]:
@@ -163,7 +175,7 @@ def test_frozen_parameters_send_no_gradient(stage: int, num_ranks: int) -> None:
         head = onecopy.shard(seeded(nn.Linear, 10, 3), stage)
         return sent.bytes_sent("reduce_scatter") + sent.bytes_sent("all_reduce"), onecopy.padded_numel(head)
 
-    for sent, padded in run_ranks(num_ranks, run):
+    for sent, padded in (yield On(num_ranks, run)):
         factor = 2 if stage == 0 else 1
         assert sent == factor * 4 * padded * (num_ranks - 1) // num_ranks
 
@@ -195,7 +207,8 @@ class Adapted(nn.Module):
 
 @everywhere
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
-def test_fp32_lora_on_bf16_base_in_one_unit_trains_like_twin(optimizer: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_fp32_lora_on_bf16_base_in_one_unit_trains_like_twin(optimizer: str, stage: int, num_ranks: int) -> Forked:
     """Against the rank-ordered twin: the rounding of a bf16 matmul depends on how many rows it has."""
 
     def run(rank: int) -> None:
@@ -208,10 +221,11 @@ def test_fp32_lora_on_bf16_base_in_one_unit_trains_like_twin(optimizer: str, sta
         base = [p for name, p in model.named_parameters() if "base" in name]
         assert all(p.dtype == torch.bfloat16 and p.grad is None for p in base)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_ranks_that_built_other_values_take_the_first_ranks() -> None:
+@one_fork
+def test_ranks_that_built_other_values_take_the_first_ranks() -> Forked:
     """As DDP does."""
 
     def run(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -220,26 +234,24 @@ def test_ranks_that_built_other_values_take_the_first_ranks() -> None:
         own = {name: p.detach().clone() for name, p in model.named_parameters()}
         return own, gathered_weights(onecopy.shard(model, 3))
 
-    (first, found), (other, found_too), _ = run_ranks(3, run)
+    (first, found), (other, found_too), _ = yield On(3, run)
     assert not torch.equal(first["head.weight"], other["head.weight"])
     assert_same_weights(found, first, atol=0)
     assert_same_weights(found_too, first, atol=0)
 
 
 @everywhere
-def test_small_blocks_and_adapters_left_to_the_root_train_like_twin(
-    stage: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(discover, "SMALL_BYTES", 2**18)
-
+@one_fork
+def test_small_blocks_and_adapters_left_to_the_root_train_like_twin(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> list[list[str]]:
         units = []
-        for kind in (Stack, Reused):
-            batches = vector_batches(2)
-            model = assert_trains_like_twin(rank, num_ranks, lambda kind=kind: seeded(kind), batches, stage=stage)
-            engine = find_engine(model)
-            assert engine is not None
-            units.append([unit.name for unit in engine.units if unit.buckets])
+        with mock.patch.object(discover, "SMALL_BYTES", 2**18):
+            for kind in (Stack, Reused):
+                batches = vector_batches(2)
+                model = assert_trains_like_twin(rank, num_ranks, lambda kind=kind: seeded(kind), batches, stage=stage)
+                engine = find_engine(model)
+                assert engine is not None
+                units.append([unit.name for unit in engine.units if unit.buckets])
         return units
 
-    assert run_ranks(num_ranks, run) == [[[""], [""]]] * num_ranks
+    assert (yield On(num_ranks, run)) == [[[""], [""]]] * num_ranks

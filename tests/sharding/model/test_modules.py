@@ -16,6 +16,7 @@ from torch.optim import SGD
 
 import onecopy
 from models import VOCAB, Stack, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import UsageError
 from oracle import (
     OPTIMIZERS,
@@ -26,7 +27,7 @@ from oracle import (
     train,
     whole_weights,
 )
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 class Recurrent(nn.Module):
@@ -92,16 +93,18 @@ class Parametrized(nn.Module):
 
 @every_stage
 @pytest.mark.parametrize("kind", [Recurrent, LstmUnits, Encoder, Parametrized])
-def test_module_of_torch_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks: int) -> None:
+@one_fork
+def test_module_of_torch_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         assert_trains_like_twin(rank, num_ranks, lambda: seeded(kind), vector_batches(3), stage=stage)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("kind", [Recurrent, LstmUnits, Encoder])
-def test_module_of_torch_evaluates_like_plain(kind: type[nn.Module], stage: int, num_ranks: int) -> None:
+@one_fork
+def test_module_of_torch_evaluates_like_plain(kind: type[nn.Module], stage: int, num_ranks: int) -> Forked:
     """Its fast paths without gradients too, before training and after a step."""
 
     def run(rank: int) -> None:
@@ -113,12 +116,13 @@ def test_module_of_torch_evaluates_like_plain(kind: type[nn.Module], stage: int,
             train(model.train(), SGD(model.parameters(), lr=0.1), [part(batch, rank, num_ranks)])
             train(plain.train(), SGD(plain.parameters(), lr=0.1), [batch])
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("sparse", [False, True])
-def test_embedding_gradients_sparse_or_padded(sparse: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_embedding_gradients_sparse_or_padded(sparse: bool, stage: int, num_ranks: int) -> Forked:
     class Bag(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -138,12 +142,13 @@ def test_embedding_gradients_sparse_or_padded(sparse: bool, stage: int, num_rank
                 optimizer.zero_grad()
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("before", [True, False], ids=["before sharding", "after sharding"])
-def test_module_hooks_act_as_on_a_plain_model(before: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_module_hooks_act_as_on_a_plain_model(before: bool, stage: int, num_ranks: int) -> Forked:
     """Hooks may change inputs and outputs, and full backward hooks gradients. Earlier ones see whole parameters."""
 
     def add_hooks(model: nn.Module, seen: list[float]) -> nn.Module:
@@ -172,11 +177,12 @@ def test_module_hooks_act_as_on_a_plain_model(before: bool, stage: int, num_rank
         assert len(found) == (9 if before else 0)
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_attributes_that_users_set_on_parameters_are_kept(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_attributes_that_users_set_on_parameters_are_kept(stage: int, num_ranks: int) -> Forked:
     """Groups are often built from them ("no_decay")."""
 
     def run(rank: int) -> None:
@@ -185,11 +191,12 @@ def test_attributes_that_users_set_on_parameters_are_kept(stage: int, num_ranks:
         onecopy.shard(model, stage)
         assert [name for name, p in model.named_parameters() if getattr(p, "no_decay", False)] == ["head.bias"]
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_sharding_and_training_draw_no_random_numbers(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_sharding_and_training_draw_no_random_numbers(stage: int, num_ranks: int) -> Forked:
     """So that dropout and shuffling are those of the same script without onecopy."""
 
     def run(rank: int) -> None:
@@ -198,11 +205,12 @@ def test_sharding_and_training_draw_no_random_numbers(stage: int, num_ranks: int
         train(model, OPTIMIZERS["sgd"](model.parameters()), [part(vector_batches(1)[0], rank, num_ranks)])
         assert torch.equal(torch.get_rng_state(), before)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_a_moving_average_of_the_weights_kept_by_hand(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_moving_average_of_the_weights_kept_by_hand(stage: int, num_ranks: int) -> Forked:
     """Elementwise, so it stays a slice; put into the model it evaluates like the plain one."""
 
     def averaged(model: nn.Module, batches: list[Any]) -> list[Tensor]:
@@ -228,7 +236,7 @@ def test_a_moving_average_of_the_weights_kept_by_hand(stage: int, num_ranks: int
         with torch.no_grad():
             torch.testing.assert_close(model(*batch), twin(*batch), rtol=1e-6, atol=0)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 class Auxiliary(nn.Module):
@@ -256,7 +264,8 @@ class Auxiliary(nn.Module):
 
 
 @every_stage
-def test_losses_left_behind_as_attributes_train_like_twin_or_are_refused(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_losses_left_behind_as_attributes_train_like_twin_or_are_refused(stage: int, num_ranks: int) -> Forked:
     """A unit ends its backward where its returned tensors say so; what is not returned must not be lost in silence."""
 
     def run(rank: int) -> str:
@@ -270,5 +279,5 @@ def test_losses_left_behind_as_attributes_train_like_twin_or_are_refused(stage: 
         assert_same_weights(gathered_weights(model), whole_weights(twin))
         return ""
 
-    for message in run_ranks(num_ranks, run):
+    for message in (yield On(num_ranks, run)):
         assert message == "" or ("blocks." in message and "eturn" in message), message

@@ -14,48 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import onecopy
+from hub_models import gpt2, llama
 from models import seeded
+from one_fork import Forked, On, one_fork
 from oracle import OPTIMIZERS, Batch, Run, assert_same_weights, gathered_weights, part, train, whole_weights
 from ranks import run_ranks
 
 VOCAB, LENGTH, STEPS = 61, 9, 4
 
 
-def _llama() -> nn.Module:
-    """Grouped-query attention, rotary positions, SwiGLU; an untied head."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _gpt2() -> nn.Module:
-    """Learned positions, transposed Conv1D weights, a tied head, and the key bias that blows up Adam's noise."""
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=32,
-        n_embd=24,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return GPT2LMHeadModel(config)
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
-    "llama": (_llama, lambda model: model.model.layers),
-    "gpt2": (_gpt2, lambda model: model.transformer.h),
+    "llama": (lambda: llama(VOCAB), lambda model: model.model.layers),
+    "gpt2": (lambda: gpt2(VOCAB), lambda model: model.transformer.h),
 }
 
 
@@ -151,7 +123,8 @@ def test_losses_and_norms_are_those_of_ddp_and_fully_shard_rank_by_rank(name: st
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_own_gradient_checkpointing(name: str, stage: int, reentrant: bool) -> None:
+@one_fork
+def test_transformers_own_gradient_checkpointing(name: str, stage: int, reentrant: bool) -> Forked:
     """Against the twin that keeps its activations."""
 
     def run(rank: int) -> Run:
@@ -171,13 +144,14 @@ def test_transformers_own_gradient_checkpointing(name: str, stage: int, reentran
         return found
 
     twin, _ = _all(name, 2, "sgd")
-    for found in run_ranks(2, run):
+    for found in (yield On(2, run)):
         assert_same_weights(found.weights, twin.weights)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_generate_inside_gathered(name: str, stage: int) -> None:
+@one_fork
+def test_generate_inside_gathered(name: str, stage: int) -> Forked:
     """Ranks generate different lengths from different prompts, as the plain model does."""
 
     def run(rank: int) -> None:
@@ -188,11 +162,12 @@ def test_generate_inside_gathered(name: str, stage: int) -> None:
             found = model.generate(prompt, **settings)
         assert torch.equal(found, plain.generate(prompt, **settings))
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_units_are_the_decoder_layers(name: str) -> None:
+@one_fork
+def test_units_are_the_decoder_layers(name: str) -> Forked:
     """Found without being told; and a large embedding or head by itself."""
 
     def run(rank: int) -> set[str]:
@@ -201,13 +176,14 @@ def test_units_are_the_decoder_layers(name: str) -> None:
         return {entry.unit for entry in onecopy.ledger(model).current.entries if entry.op == "reduce_scatter"}
 
     layers = {"llama": {"model.layers.0", "model.layers.1"}, "gpt2": {"transformer.h.0", "transformer.h.1"}}[name]
-    for units in run_ranks(2, run):
+    for units in (yield On(2, run)):
         assert layers <= units
         assert all("." not in unit.removeprefix("model.").removeprefix("transformer.") for unit in units - layers)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_built_on_meta_and_initialised_by_transformers(name: str) -> None:
+@one_fork
+def test_built_on_meta_and_initialised_by_transformers(name: str) -> Forked:
     """Slices get the values that one process would draw; the callback is transformers' own."""
 
     def run(rank: int) -> None:
@@ -230,4 +206,4 @@ def test_built_on_meta_and_initialised_by_transformers(name: str) -> None:
         assert loss.item() == pytest.approx(torch.log(torch.tensor(float(VOCAB))).item(), rel=0.02)
         loss.backward()
 
-    run_ranks(2, run)
+    yield On(2, run)

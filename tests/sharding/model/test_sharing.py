@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import NeedsWholeError, SettingsError, UsageError
 from oracle import OPTIMIZERS, assert_trains_like_twin, part
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 class TiedByMemory(TinyGPT):
@@ -31,7 +32,8 @@ class TiedByMemory(TinyGPT):
 
 @every_stage
 @pytest.mark.parametrize("meta", [False, True])
-def test_two_parameters_over_one_memory_are_tied(meta: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_two_parameters_over_one_memory_are_tied(meta: bool, stage: int, num_ranks: int) -> Forked:
     def build() -> nn.Module:
         return seeded(TiedByMemory)
 
@@ -46,7 +48,7 @@ def test_two_parameters_over_one_memory_are_tied(meta: bool, stage: int, num_ran
             )
         assert model.head.weight is model.tokens.weight
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 def _slice_of_another(model: Stack) -> list[str]:
@@ -79,7 +81,8 @@ def _columns_that_meet(model: Stack) -> list[str]:
 
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize("change", [_slice_of_another, _transposed, _frozen_twin, _buffer, _columns_that_meet])
-def test_parameters_that_share_only_some_memory_are_named(change: Callable[[Stack], list[str]], meta: bool) -> None:
+@one_fork
+def test_parameters_that_share_only_some_memory_are_named(change: Callable[[Stack], list[str]], meta: bool) -> Forked:
     def run(_: int) -> None:
         with torch.device("meta" if meta else "cpu"):
             model = Stack()
@@ -90,11 +93,12 @@ def test_parameters_that_share_only_some_memory_are_named(change: Callable[[Stac
         assert all(repr(name) in str(caught.value) for name in names)
         assert {name: id(p) for name, p in model.named_parameters()} == {n: i for n, (i, _) in before.items()}
 
-    run_ranks(1, run)
+    yield On(1, run)
 
 
 @every_stage
-def test_parameters_side_by_side_in_one_memory_train_like_twin(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_parameters_side_by_side_in_one_memory_train_like_twin(stage: int, num_ranks: int) -> Forked:
     """Parts of one flat tensor, as `vector_to_parameters` leaves them, and columns of one matrix."""
 
     def build() -> nn.Module:
@@ -104,19 +108,20 @@ def test_parameters_side_by_side_in_one_memory_train_like_twin(stage: int, num_r
         model.blocks[0][2].weight.data, model.blocks[1][2].weight.data = both[:, :20], both[:, 20:]
         return model
 
-    run_ranks(
+    yield On(
         num_ranks, lambda rank: assert_trains_like_twin(rank, num_ranks, build, vector_batches(3), stage=stage) and None
     )
 
 
-def test_an_optimizer_that_holds_both_of_two_tied_parameters_is_refused() -> None:
+@one_fork
+def test_an_optimizer_that_holds_both_of_two_tied_parameters_is_refused() -> Forked:
     def run(_: int) -> None:
         model = TiedByMemory()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         with pytest.raises(UsageError, match=r"'tokens.weight' twice"):
             onecopy.shard(model, 2, optimizer=optimizer)
 
-    run_ranks(1, run)
+    yield On(1, run)
 
 
 class InTwoBlocks(nn.Module):
@@ -205,9 +210,10 @@ class HoldsAnEmbedding(CallsASibling):
 @every_stage
 @pytest.mark.parametrize("kind", [InTwoBlocks, OneBlockInTwoStages, HoldsAnEmbedding])
 @pytest.mark.parametrize("units", ["auto", [InTwoBlocks.Inner, CallsASibling.Inner, nn.Sequential]])
+@one_fork
 def test_a_module_in_several_blocks_trains_like_twin(
     kind: type[nn.Module], units: Any, stage: int, num_ranks: int
-) -> None:
+) -> Forked:
     def present(units: Any) -> Any:
         found = {type(module) for module in kind().modules()}
         return units if units == "auto" else [unit for unit in units if any(issubclass(f, unit) for f in found)]
@@ -218,12 +224,13 @@ def test_a_module_in_several_blocks_trains_like_twin(
         )
         return [unit.name for unit in model._onecopy_engine.units]
 
-    names = run_ranks(num_ranks, run)[0]
+    names = (yield On(num_ranks, run))[0]
     assert ("stages.0.1" if kind is OneBlockInTwoStages else "blocks.0") in names
 
 
 @every_stage
-def test_a_block_that_calls_into_a_sibling_is_told_the_units_to_give(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_block_that_calls_into_a_sibling_is_told_the_units_to_give(stage: int, num_ranks: int) -> Forked:
     """With those it trains like the twin."""
 
     def run(rank: int) -> None:
@@ -236,4 +243,4 @@ def test_a_block_that_calls_into_a_sibling_is_told_the_units_to_give(stage: int,
             rank, num_ranks, lambda: seeded(CallsASibling), vector_batches(3), stage=stage, units=units
         )
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)

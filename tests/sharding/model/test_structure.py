@@ -26,6 +26,7 @@ from odd_forwards import (
     Signatures,
     WritesToArguments,
 )
+from one_fork import Forked, On, one_fork
 from oracle import (
     assert_same_weights,
     assert_trains_like_twin,
@@ -33,7 +34,7 @@ from oracle import (
     part,
     whole_weights,
 )
-from ranks import every_stage, everywhere, run_ranks
+from ranks import every_stage, everywhere
 
 
 class Branching(nn.Module):
@@ -87,10 +88,11 @@ def _train_branches(rank: int, num_ranks: int, stage: int, routes: list[list[lis
     ],
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
+@one_fork
 def test_units_that_only_some_ranks_data_visits_train_like_twin(
     routes: list[list[list[int]]], accumulate: int, stage: int, num_ranks: int, transport: str
-) -> None:
-    run_ranks(
+) -> Forked:
+    yield On(
         num_ranks,
         lambda rank: _train_branches(rank, num_ranks, stage, routes * accumulate, accumulate),
         transport=transport,
@@ -112,15 +114,17 @@ def test_units_that_only_some_ranks_data_visits_train_like_twin(
         ParameterReturned,
     ],
 )
-def test_structure_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks: int) -> None:
+@one_fork
+def test_structure_trains_like_twin(kind: type[nn.Module], stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         assert_trains_like_twin(rank, num_ranks, lambda: seeded(kind), vector_batches(4), stage=stage)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_units_that_return_nothing_train_like_twin_while_an_exception_is_handled(stage: int) -> None:
+@one_fork
+def test_units_that_return_nothing_train_like_twin_while_an_exception_is_handled(stage: int) -> Forked:
     """As after a retry: it must not be taken for their own, or units were released as after a failed forward."""
 
     def run(rank: int) -> None:
@@ -129,7 +133,7 @@ def test_units_that_return_nothing_train_like_twin_while_an_exception_is_handled
         except ValueError:
             assert_trains_like_twin(rank, 2, lambda: seeded(WritesToArguments), vector_batches(3), stage=stage)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 class Cached(nn.Module):
@@ -145,7 +149,8 @@ class Cached(nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_arguments_are_the_callers_again_after_a_forward_in_another_dtype(stage: int) -> None:
+@one_fork
+def test_arguments_are_the_callers_again_after_a_forward_in_another_dtype(stage: int) -> Forked:
     """They hold the caller's own tensors, of the caller's dtype, and what the model has added. Oracle: bf16 weights."""
 
     def run(rank: int) -> None:
@@ -159,7 +164,7 @@ def test_arguments_are_the_callers_again_after_a_forward_in_another_dtype(stage:
         assert past[0] is first
         assert len(past) == 3
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @everywhere
@@ -172,18 +177,20 @@ def test_arguments_are_the_callers_again_after_a_forward_in_another_dtype(stage:
         pytest.param(["blocks.1", "blocks.1.0", nn.Tanh], id="a unit in a unit, and one without parameters"),
     ],
 )
-def test_chosen_units_train_like_twin(units: list[Any], stage: int, num_ranks: int) -> None:
+@one_fork
+def test_chosen_units_train_like_twin(units: list[Any], stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         assert_trains_like_twin(rank, num_ranks, lambda: seeded(Stack), vector_batches(3), stage=stage, units=units)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
-def test_prefetch_changes_no_number(prefetch: int) -> None:
+@one_fork
+def test_prefetch_changes_no_number(prefetch: int) -> Forked:
     def run(rank: int) -> None:
         assert_trains_like_twin(
             rank, 2, lambda: seeded(TinyGPT), token_batches(3), stage=3, prefetch=prefetch, units=[nn.Linear]
         )
 
-    run_ranks(2, run)
+    yield On(2, run)

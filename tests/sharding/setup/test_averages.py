@@ -14,9 +14,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import SettingsError, UsageError
 from oracle import assert_same_weights, gathered_weights, mean_over_ranks, part, train, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 def _averaged_twin(steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -32,7 +33,8 @@ def _averaged_twin(steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 @every_stage
-def test_the_average_is_the_twins_and_evaluation_uses_it(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_the_average_is_the_twins_and_evaluation_uses_it(stage: int, num_ranks: int) -> Forked:
     """Loss under the average, in the middle of training too; afterwards the parameters are bit for bit as before."""
 
     def run(rank: int) -> None:
@@ -60,7 +62,7 @@ def test_the_average_is_the_twins_and_evaluation_uses_it(stage: int, num_ranks: 
         twin.load_state_dict(expected)
         assert losses == pytest.approx([twin(*test).item()], rel=1e-5)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 def test_bf16_parameters_are_averaged_in_fp32() -> None:
@@ -92,7 +94,8 @@ def test_a_plain_model_has_torchs_average_and_decay_may_be_a_function() -> None:
 
 
 @every_stage
-def test_an_average_is_saved_and_goes_on(stage: int, num_ranks: int, tmp_path: Path) -> None:
+@one_fork
+def test_an_average_is_saved_and_goes_on(stage: int, num_ranks: int, tmp_path: Path) -> Forked:
     """By torch.distributed.checkpoint, loaded whole at another number of ranks, and in memory."""
 
     def save(rank: int) -> dict[str, Tensor]:
@@ -113,11 +116,12 @@ def test_an_average_is_saved_and_goes_on(stage: int, num_ranks: int, tmp_path: P
         with other.applied():
             assert_same_weights(gathered_weights(other.model), expected, atol=0)
 
-    expected = run_ranks(num_ranks, save)[0]
-    run_ranks(2, load)
+    expected = (yield On(num_ranks, save))[0]
+    yield On(2, load)
 
 
-def test_what_is_refused_names_the_way() -> None:
+@one_fork
+def test_what_is_refused_names_the_way() -> Forked:
     """torch's AveragedModel and the deepcopy idiom, made after shard and before it."""
 
     def run(rank: int) -> None:
@@ -141,4 +145,4 @@ def test_what_is_refused_names_the_way() -> None:
         with pytest.raises(SettingsError, match=r"between 0 and 1; found 1\.5"):
             onecopy.ema(model, 1.5)
 
-    run_ranks(2, run)
+    yield On(2, run)

@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW
 
 import onecopy
 from models import VOCAB, Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import (
     NeedsWholeError,
     OnecopyError,
@@ -33,22 +34,13 @@ from oracle import (
     assert_trains_like_twin,
     gathered_weights,
     part,
-    train,
     train_twin,
     whole_weights,
 )
 from ranks import everywhere, run_ranks
+from stack_loops import stack, step
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-
-
-def _stack() -> Stack:
-    return seeded(Stack)  # type: ignore[no-any-return]
-
-
-def _step(model: nn.Module, rank: int, num_ranks: int, optimizer: torch.optim.Optimizer | None = None) -> None:
-    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
-    train(model, optimizer, [part(vector_batches(1)[0], rank, num_ranks)])
 
 
 # --- settings
@@ -77,11 +69,12 @@ def _step(model: nn.Module, rank: int, num_ranks: int, optimizer: torch.optim.Op
         ({"stage": 2, "optimizer": SGD}, ["optimizer"]),
     ],
 )
-def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: list[str]) -> None:
+@one_fork
+def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: list[str]) -> Forked:
     """A ValueError before any work starts; the model is left as it was."""
 
     def run(rank: int) -> str:
-        model = _stack()
+        model = stack()
         before = list(model.parameters())
         with pytest.raises(SettingsError) as caught:
             onecopy.shard(model, **settings)
@@ -90,16 +83,17 @@ def test_a_setting_that_cannot_work_is_named(settings: dict[str, Any], words: li
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
         return str(caught.value)
 
-    (message,) = run_ranks(1, run, group=False)
+    (message,) = yield On(1, run, group=False)
     assert all(word in message for word in words), message
 
 
-def test_an_unknown_setting_is_refused() -> None:
+@one_fork
+def test_an_unknown_setting_is_refused() -> Forked:
     def run(rank: int) -> None:
         with pytest.raises(TypeError, match="shard_everything"):
-            onecopy.shard(_stack(), 2, shard_everything=True)  # type: ignore[call-arg]
+            onecopy.shard(stack(), 2, shard_everything=True)  # type: ignore[call-arg]
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
 @pytest.mark.parametrize("value", [torch.int32, "bf16", 16])
@@ -109,38 +103,41 @@ def test_a_precision_that_is_no_floating_dtype_is_named(value: Any) -> None:
 
 
 @pytest.mark.parametrize("names", [None, ("data",), ("replicate", "pipeline"), ("dp", "dp_shard")])
-def test_a_mesh_with_other_axes_is_refused(names: tuple[str, ...] | None) -> None:
+@one_fork
+def test_a_mesh_with_other_axes_is_refused(names: tuple[str, ...] | None) -> Forked:
     def run(rank: int) -> None:
         shape = (2,) if names and len(names) == 1 else (1, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         with pytest.raises(SettingsError, match=r"shard.*replicate"):
-            onecopy.shard(_stack(), 2, mesh=mesh)
+            onecopy.shard(stack(), 2, mesh=mesh)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("names", [None, ("dp",), ("dp_shard",), ("dp_replicate",), ("dp_replicate", "dp_shard")])
-def test_a_mesh_named_as_others_do_is_understood(names: tuple[str, ...] | None) -> None:
+@one_fork
+def test_a_mesh_named_as_others_do_is_understood(names: tuple[str, ...] | None) -> Forked:
     """Oracle: the names by hand. A mesh without names has one axis, along which is sharded."""
 
     def run(rank: int) -> None:
         shape = (1, 2) if names and len(names) == 2 else (2,)
-        model = onecopy.shard(_stack(), 2, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+        model = onecopy.shard(stack(), 2, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
         found = onecopy.ledger(model)
-        _step(model, rank, 2)
+        step(model, rank, 2)
         axis = "replicate" if names == ("dp_replicate",) else "shard"
         assert found.total.bytes_sent("reduce_scatter", axis="shard") + found.total.bytes_sent("all_reduce") > 0
         assert {entry.axis for entry in found.total.entries if entry.bytes_sent} == {axis}
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_a_model_without_parameters_is_refused() -> None:
+@one_fork
+def test_a_model_without_parameters_is_refused() -> Forked:
     def run(rank: int) -> None:
         with pytest.raises(SettingsError, match="no parameters"):
             onecopy.shard(nn.Tanh(), 2)
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
 # --- what cannot be done to a sharded model
@@ -148,9 +145,10 @@ def test_a_model_without_parameters_is_refused() -> None:
 
 @STAGES
 @pytest.mark.parametrize("which", ["the model", "a block", "a parent"])
-def test_sharding_twice_is_refused(which: str, stage: int) -> None:
+@one_fork
+def test_sharding_twice_is_refused(which: str, stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         again: nn.Module = {
             "the model": model,
             "a block": model.blocks[0],
@@ -158,36 +156,38 @@ def test_sharding_twice_is_refused(which: str, stage: int) -> None:
         }[which]
         with pytest.raises(UsageError, match="sharded already"):
             onecopy.shard(again, stage)
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
 @pytest.mark.parametrize("which", ["the model", "a block"])
-def test_deep_copying_a_sharded_model_is_refused(which: str, stage: int) -> None:
+@one_fork
+def test_deep_copying_a_sharded_model_is_refused(which: str, stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(UsageError, match=r"deep-copied.*model\.state_dict"):
             copy.deepcopy(model if which == "the model" else model.blocks[0])
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_deep_copying_a_gathered_model_is_refused_and_its_state_dict_is_not() -> None:
+@one_fork
+def test_deep_copying_a_gathered_model_is_refused_and_its_state_dict_is_not() -> Forked:
     """torch's AveragedModel copies; what it would copy here are the engine and its process groups."""
 
     def run(rank: int) -> None:
-        model, other = onecopy.shard(_stack(), 3), Stack()
+        model, other = onecopy.shard(stack(), 3), Stack()
         with onecopy.gathered(model):
             with pytest.raises(UsageError, match=r"neither deep-copied nor pickled.*state_dict"):
                 copy.deepcopy(model)
             other.load_state_dict(copy.deepcopy(model.state_dict()))
-        assert_same_weights(whole_weights(other), whole_weights(_stack()))
-        _step(model, rank, 2)
+        assert_same_weights(whole_weights(other), whole_weights(stack()))
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
@@ -203,44 +203,47 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 @STAGES
 @pytest.mark.parametrize("conversion", CONVERSIONS)
-def test_converting_a_sharded_model_is_refused(conversion: str, stage: int) -> None:
+@one_fork
+def test_converting_a_sharded_model_is_refused(conversion: str, stage: int) -> Forked:
     """And leaves it as it was: the next step trains."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(UsageError, match=r"before onecopy\.shard"):
             CONVERSIONS[conversion](model)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("conversion", ["float", "cpu", "to(float32)"])
-def test_conversions_that_change_nothing_are_allowed(conversion: str) -> None:
+@one_fork
+def test_conversions_that_change_nothing_are_allowed(conversion: str) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), 3)
+        model = onecopy.shard(stack(), 3)
         before = list(model.parameters())
         {"float": model.float, "cpu": model.cpu, "to(float32)": lambda: model.to(torch.float32)}[conversion]()
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
-def test_a_parameter_unfrozen_after_sharding_is_named(stage: int) -> None:
+@one_fork
+def test_a_parameter_unfrozen_after_sharding_is_named(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = _stack()
+        model = stack()
         model.blocks[1].requires_grad_(False)
         onecopy.shard(model, stage)
         model.blocks[1].requires_grad_(True)
         with pytest.raises(UsageError, match=r"requires_grad.*blocks\.1\.0\.weight"):
-            _step(model, rank, 2)
+            step(model, rank, 2)
         with torch.no_grad():
             model(*part(vector_batches(1)[0], rank, 2))
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 def _new_weight(model: nn.Module) -> None:
@@ -269,63 +272,67 @@ def _new_parameter(model: nn.Module) -> None:
         (_new_parameter, r"blocks\.1\.scale.*before"),
     ],
 )
+@one_fork
 def test_a_parameter_that_comes_after_sharding_is_named_where_it_comes(
     change: Callable[[nn.Module], None], words: str, stage: int
-) -> None:
+) -> Forked:
     """Nobody would average its gradients: ranks would drift apart. Before and after a forward, and inside gathered."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         before = {name: id(p) for name, p in model.named_parameters()}
         with pytest.raises((UsageError, RuntimeError), match=words):
             change(model)
-        _step(model, rank, 2)
+        step(model, rank, 2)
         with pytest.raises((UsageError, RuntimeError), match=words):
             change(model)
         with onecopy.gathered(model, write=True), pytest.raises((UsageError, RuntimeError), match=words):
             change(model)
         assert {name: id(p) for name, p in model.named_parameters()} == before
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_state_that_is_assigned_is_copied_into_the_slices(device: str, stage: int) -> None:
+@one_fork
+def test_a_state_that_is_assigned_is_copied_into_the_slices(device: str, stage: int) -> Forked:
     """load_state_dict(assign=True): parameters stay the slices that they are, with the values of the whole tensors."""
 
     def run(rank: int) -> None:
         with torch.device(device):
             model = onecopy.shard(Stack(), stage)
-        model.load_state_dict(_stack().state_dict(), assign=True)
+        model.load_state_dict(stack().state_dict(), assign=True)
         assert all(isinstance(parameter, onecopy.SlicedTensor) for parameter in model.parameters())
-        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
-        _step(model, rank, 2)
+        assert_same_weights(gathered_weights(model), whole_weights(stack()), atol=0)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
-def test_modules_without_new_parameters_may_come_after_sharding(stage: int) -> None:
+@one_fork
+def test_modules_without_new_parameters_may_come_after_sharding(stage: int) -> Forked:
     """A wrapper, another activation, and the module itself once more; other models are nobody's concern."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         model.blocks[0][1] = nn.GELU()
         model.blocks[1] = torch.nn.Sequential(model.blocks[1])
         model.head = model.head
         model.head.weight = model.head.weight
-        other = _stack()
+        other = stack()
         other.head = nn.Linear(10, 3)
         other.head.weight = nn.Parameter(torch.zeros(3, 10))
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
-def test_a_parameter_replaced_behind_torchs_back_is_named(stage: int) -> None:
+@one_fork
+def test_a_parameter_replaced_behind_torchs_back_is_named(stage: int) -> Forked:
     """At any of its places, by those who write to `_parameters`."""
 
     def run(rank: int) -> None:
@@ -335,18 +342,19 @@ def test_a_parameter_replaced_behind_torchs_back_is_named(stage: int) -> None:
         with pytest.raises(UsageError, match=r"tokens\.weight.*gathered"):
             model(token_batches(1)[0][0])
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
-def test_a_model_on_meta_says_what_gives_it_values(stage: int) -> None:
+@one_fork
+def test_a_model_on_meta_says_what_gives_it_values(stage: int) -> Forked:
     """Whatever is done with it first; afterwards it is as it was."""
 
     def run(rank: int) -> None:
         with torch.device("meta"):
             model = onecopy.shard(Stack(), stage)
         ways: list[Callable[[], Any]] = [
-            lambda: _step(model, rank, 2),
+            lambda: step(model, rank, 2),
             lambda: model.blocks[0](torch.zeros(1, 10)),
             lambda: onecopy.gathered(model).__enter__(),
             lambda: onecopy.gathered(model.blocks[0]).__enter__(),
@@ -358,15 +366,16 @@ def test_a_model_on_meta_says_what_gives_it_values(stage: int) -> None:
             with pytest.raises((UsageError, RuntimeError), match=r"onecopy\.materialize"):
                 way()
         onecopy.materialize(model)
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
-def test_a_gradient_assigned_whole_is_named(stage: int) -> None:
+@one_fork
+def test_a_gradient_assigned_whole_is_named(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         optimizer = SGD(model.parameters(), lr=0.5)
         before = gathered_weights(model)
         for parameter in model.parameters():
@@ -379,14 +388,15 @@ def test_a_gradient_assigned_whole_is_named(stage: int) -> None:
         for name, weight in gathered_weights(model).items():
             torch.testing.assert_close(weight, before[name] - 0.5)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_what_asks_for_the_model_as_code_or_memory_is_refused_in_one_sentence(tmp_path: Path) -> None:
+@one_fork
+def test_what_asks_for_the_model_as_code_or_memory_is_refused_in_one_sentence(tmp_path: Path) -> Forked:
     """At the place where it happens; the model goes on."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), 3)
+        model = onecopy.shard(stack(), 3)
         for act, match in {
             lambda: model.head.weight.detach().numpy(): r"'head\.weight'.*onecopy\.gathered",
             lambda: model.head.weight.tolist(): r"'head\.weight'.*onecopy\.gathered",
@@ -399,13 +409,14 @@ def test_what_asks_for_the_model_as_code_or_memory_is_refused_in_one_sentence(tm
         }.items():
             with pytest.raises(UsageError, match=match):
                 act()
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("write", [False, True])
-def test_parameters_that_are_replaced_inside_gathered_are_not_dropped_in_silence(write: bool) -> None:
+@one_fork
+def test_parameters_that_are_replaced_inside_gathered_are_not_dropped_in_silence(write: bool) -> Forked:
     """As transformers' resize_token_embeddings does: a new module, or a new parameter in the old one."""
 
     def run(rank: int) -> None:
@@ -419,14 +430,14 @@ def test_parameters_that_are_replaced_inside_gathered_are_not_dropped_in_silence
             model.head.weight.data = torch.zeros(5, 10)
 
         for replace in (new_module, new_parameter, new_data):
-            model = onecopy.shard(_stack(), 3)
+            model = onecopy.shard(stack(), 3)
             with (
                 pytest.raises(UsageError, match=r"'head\.weight'.*resize_token_embeddings.*before onecopy\.shard"),
                 onecopy.gathered(model, write=write),
             ):
                 replace(model)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 USES: dict[str, Callable[[nn.Module], Any]] = {
@@ -447,27 +458,29 @@ USES: dict[str, Callable[[nn.Module], Any]] = {
 
 @STAGES
 @pytest.mark.parametrize("use", USES)
-def test_reading_a_sliced_parameter_as_if_it_were_whole_is_refused(use: str, stage: int) -> None:
+@one_fork
+def test_reading_a_sliced_parameter_as_if_it_were_whole_is_refused(use: str, stage: int) -> Forked:
     """At every stage, so that a loop that works at one works at all; the message names the parameter and the way."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(NeedsWholeError, match=r"(head|blocks)\S*(weight|bias).*gathered"):
             USES[use](model)
-        _step(model, rank, 2)
+        step(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("use", [lambda p: p.detach().numpy(), lambda p: p.detach().tolist()])
-def test_what_torch_itself_refuses_of_tensor_subclasses_is_an_error(use: Callable[[Tensor], Any]) -> None:
+@one_fork
+def test_what_torch_itself_refuses_of_tensor_subclasses_is_an_error(use: Callable[[Tensor], Any]) -> Forked:
     """No dispatch reaches us for these; torch's own error must come, not one slice passed off as the whole."""
 
     def run(rank: int) -> None:
         with pytest.raises(RuntimeError):
-            use(onecopy.shard(_stack(), 3).head.weight)
+            use(onecopy.shard(stack(), 3).head.weight)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 # --- optimizers
@@ -475,33 +488,36 @@ def test_what_torch_itself_refuses_of_tensor_subclasses_is_an_error(use: Callabl
 
 @STAGES
 @pytest.mark.parametrize("optimizer", [SGD, AdamW])
-def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_first_step(optimizer: Any, stage: int) -> None:
+@one_fork
+def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_first_step(optimizer: Any, stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = _stack()
+        model = stack()
         made = optimizer(model.parameters(), lr=0.1)
         onecopy.shard(model, stage)
         with pytest.raises(UsageError, match=r"blocks\.0\.0\.weight.*optimizer="):
-            _step(model, rank, 2, made)
+            step(model, rank, 2, made)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_an_optimizer_of_another_model_is_refused_before_the_model_is_changed() -> None:
+@one_fork
+def test_an_optimizer_of_another_model_is_refused_before_the_model_is_changed() -> Forked:
     def run(rank: int) -> None:
-        model = _stack()
+        model = stack()
         with pytest.raises(UsageError, match="none of the model's parameters"):
-            onecopy.shard(model, 2, optimizer=SGD(_stack().parameters(), lr=0.1))
+            onecopy.shard(model, 2, optimizer=SGD(stack().parameters(), lr=0.1))
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters()), "the model was changed"
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
-def test_a_step_in_the_middle_of_accumulation_is_refused(stage: int) -> None:
+@one_fork
+def test_a_step_in_the_middle_of_accumulation_is_refused(stage: int) -> Forked:
     """Under no_sync stages 0 and 1 have kept gradients that nobody has reduced: stepping would use none of them."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         optimizer = SGD(model.parameters(), lr=0.1)
         batch = part(vector_batches(1)[0], rank, 2)
         with model.no_sync():
@@ -514,15 +530,16 @@ def test_a_step_in_the_middle_of_accumulation_is_refused(stage: int) -> None:
         model.reduce_gradients()
         optimizer.step()
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @STAGES
-def test_a_step_between_forward_and_backward_is_refused(stage: int) -> None:
+@one_fork
+def test_a_step_between_forward_and_backward_is_refused(stage: int) -> Forked:
     """Autograd would refuse it in one process too ("modified by an inplace operation")."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         optimizer = SGD(model.parameters(), lr=0.1)
         batch = part(vector_batches(1)[0], rank, 2)
         model(*batch).backward()
@@ -531,9 +548,9 @@ def test_a_step_between_forward_and_backward_is_refused(stage: int) -> None:
         with pytest.raises(RuntimeError, match=r"changed between|modified by an inplace"):
             loss.backward()
         optimizer.zero_grad()
-        _step(model, rank, 2, optimizer)
+        step(model, rank, 2, optimizer)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 # --- what a user who had the docs alone found
@@ -545,7 +562,8 @@ def _raised(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_a_state_dict_of_a_part_gives_a_meta_model_no_values(tmp_path: Path) -> None:
+@one_fork
+def test_a_state_dict_of_a_part_gives_a_meta_model_no_values(tmp_path: Path) -> Forked:
     """The rest would be zeros, without a word. Whole, it is taken, with the values that it has."""
 
     def run(rank: int) -> tuple[str, str, bool]:
@@ -560,13 +578,14 @@ def test_a_state_dict_of_a_part_gives_a_meta_model_no_values(tmp_path: Path) -> 
         with onecopy.gathered(model):
             return first, second, all(torch.equal(model.get_parameter(name), value) for name, value in whole.items())
 
-    for first, second, equal in run_ranks(2, run):
+    for first, second, equal in (yield On(2, run)):
         assert "would have no values" in first
         assert "'head." in second
         assert equal
 
 
-def test_slices_in_extra_are_refused(tmp_path: Path) -> None:
+@one_fork
+def test_slices_in_extra_are_refused(tmp_path: Path) -> Forked:
     """The first rank's alone would be kept. As `rank_extra` each rank's come back."""
 
     def run(rank: int) -> tuple[str, bool]:
@@ -579,13 +598,14 @@ def test_slices_in_extra_are_refused(tmp_path: Path) -> None:
         back = [value.detach().local for value in loaded.values() if hasattr(value, "local")]
         return message, all(map(torch.equal, kept, back))
 
-    for message, equal in run_ranks(2, run):
+    for message, equal in (yield On(2, run)):
         assert "rank_extra=" in message
         assert equal
 
 
 @everywhere
-def test_numpy_of_a_weight_in_forward_shows_what_plain_torch_shows(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_numpy_of_a_weight_in_forward_shows_what_plain_torch_shows(stage: int, num_ranks: int) -> Forked:
     class Looks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -602,10 +622,11 @@ def test_numpy_of_a_weight_in_forward_shows_what_plain_torch_shows(stage: int, n
         train_twin(twin, OPTIMIZERS["sgd"], vector_batches(2))
         assert model.seen == pytest.approx(twin.seen, rel=1e-5)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_what_cannot_be_done_to_a_sharded_model_says_what_to_do() -> None:
+@one_fork
+def test_what_cannot_be_done_to_a_sharded_model_says_what_to_do() -> Forked:
     def run(rank: int) -> list[str]:
         model = onecopy.shard(seeded(Stack), 3)
         shared = _raised(model.share_memory)
@@ -627,7 +648,7 @@ def test_what_cannot_be_done_to_a_sharded_model_says_what_to_do() -> None:
         "after onecopy.materialize",
         "through the model itself",
     ]
-    for messages in run_ranks(2, run):
+    for messages in (yield On(2, run)):
         for message, words in zip(messages, expected, strict=True):
             assert words in message
 

@@ -17,13 +17,11 @@ from torch.optim import AdamW
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import CollectiveError, UsageError
 from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train, whole_weights
-from ranks import every_stage, run_ranks
-
-
-def _stack() -> nn.Module:
-    return seeded(Stack)
+from ranks import every_stage
+from stack_loops import stack
 
 
 def _train(model: nn.Module, rank: int, num_ranks: int, steps: int = 2) -> None:
@@ -33,11 +31,12 @@ def _train(model: nn.Module, rank: int, num_ranks: int, steps: int = 2) -> None:
 
 @every_stage
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_gathered_parameters_are_the_plain_ones(precision: str | None, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_gathered_parameters_are_the_plain_ones(precision: str | None, stage: int, num_ranks: int) -> Forked:
     """Plain `nn.Parameter`s in the master dtype, contiguous, and SlicedTensors again after the block."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage, precision=precision)
+        plain, model = stack(), onecopy.shard(stack(), stage, precision=precision)
         sliced = list(model.parameters())
         with onecopy.gathered(model) as inside:
             assert inside is model
@@ -48,13 +47,14 @@ def test_gathered_parameters_are_the_plain_ones(precision: str | None, stage: in
         assert all(a is b for a, b in zip(model.parameters(), sliced, strict=True))
         assert all(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_gathered_takes_a_module_a_parameter_or_several(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_gathered_takes_a_module_a_parameter_or_several(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         with onecopy.gathered(model.blocks[1]) as block:
             assert torch.equal(block[0].weight, plain.blocks[1][0].weight)
             assert isinstance(model.blocks[0][0].weight, onecopy.SlicedTensor)
@@ -65,28 +65,30 @@ def test_gathered_takes_a_module_a_parameter_or_several(stage: int, num_ranks: i
             assert torch.equal(weight, plain.head.weight)
             assert torch.equal(bias, plain.blocks[0][0].bias)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_gathered_sees_what_the_optimizer_wrote(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_gathered_sees_what_the_optimizer_wrote(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         optimizers = [OPTIMIZERS["adamw-fused"](m.parameters()) for m in (plain, model)]
         for batch in vector_batches(3):
             train(plain, optimizers[0], [batch])
             train(model, optimizers[1], [part(batch, rank, num_ranks)])
             assert_same_weights(gathered_weights(model), whole_weights(plain))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_writes_are_the_first_ranks_and_are_trained_on(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_writes_are_the_first_ranks_and_are_trained_on(stage: int, num_ranks: int) -> Forked:
     """Every rank writes something else; rank 0's counts, on all of them, also for the forward that follows."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         model(*part(vector_batches(1)[0], rank, num_ranks))
         with onecopy.gathered(model, write=True), torch.no_grad():
             for parameter in model.parameters():
@@ -101,16 +103,17 @@ def test_writes_are_the_first_ranks_and_are_trained_on(stage: int, num_ranks: in
         _train(plain, 0, 1)
         assert_same_weights(gathered_weights(model), whole_weights(plain))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("initialise", [nn.init.xavier_uniform_, nn.init.orthogonal_, nn.init.trunc_normal_])
+@one_fork
 def test_initialising_inside_gathered_equals_initialising_the_plain_model(
     initialise: Callable[[Tensor], Any], stage: int, num_ranks: int
-) -> None:
+) -> Forked:
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         torch.manual_seed(5)
         initialise(plain.head.weight)
         torch.manual_seed(5 + rank)
@@ -118,27 +121,29 @@ def test_initialising_inside_gathered_equals_initialising_the_plain_model(
             initialise(model.head.weight)
         assert torch.equal(gathered_weights(model)["head.weight"], plain.head.weight)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_a_write_without_saying_so_is_an_error(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_write_without_saying_so_is_an_error(stage: int, num_ranks: int) -> Forked:
     """It would be lost, or differ from rank to rank. The model keeps its values and goes on."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(UsageError, match="write=True"), onecopy.gathered(model), torch.no_grad():
             model.head.weight.add_(1)
-        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
+        assert_same_weights(gathered_weights(model), whole_weights(stack()), atol=0)
         _train(model, rank, num_ranks)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
 
         def fail() -> None:
             with onecopy.gathered(model, write=True), torch.no_grad():
@@ -148,15 +153,16 @@ def test_an_error_inside_the_block_leaves_the_model_sharded_and_unchanged(stage:
         with pytest.raises(ZeroDivisionError):
             fail()
         assert all(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
-        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
+        assert_same_weights(gathered_weights(model), whole_weights(stack()), atol=0)
         _train(model, rank, num_ranks)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_a_gather_that_fails_at_the_blocks_begin_leaves_the_model_sharded_and_in_use() -> None:
+@one_fork
+def test_a_gather_that_fails_at_the_blocks_begin_leaves_the_model_sharded_and_in_use() -> Forked:
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), 3)
+        plain, model = stack(), onecopy.shard(stack(), 3)
         bucket = model._onecopy_engine.units[1].buckets[0]
         lost = CollectiveError("on purpose")
         with (
@@ -169,11 +175,12 @@ def test_a_gather_that_fails_at_the_blocks_begin_leaves_the_model_sharded_and_in
         batch = vector_batches(1)[0]
         assert torch.equal(model(*batch), plain(*batch))
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @every_stage
-def test_generating_inside_gathered_equals_the_plain_model(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_generating_inside_gathered_equals_the_plain_model(stage: int, num_ranks: int) -> Forked:
     """A loop of its own length on every rank, which would hang outside of it at stage 3."""
 
     def generate(model: TinyGPT, length: int) -> list[int]:
@@ -189,7 +196,7 @@ def test_generating_inside_gathered_equals_the_plain_model(stage: int, num_ranks
             assert generate(model, 3 + rank) == generate(plain, 3 + rank)
             assert torch.equal(model(*token_batches(1)[0]), plain(*token_batches(1)[0]))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 class Mixed(nn.Module):
@@ -214,7 +221,8 @@ class Mixed(nn.Module):
 
 @every_stage
 @pytest.mark.parametrize("precision", ["bf16", "fp16", None])
-def test_modules_compute_inside_gathered_as_in_training(precision: str | None, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_modules_compute_inside_gathered_as_in_training(precision: str | None, stage: int, num_ranks: int) -> Forked:
     """Oracle: the model's own forward outside of the block, to the last bit; parameters are masters all the same."""
 
     def run(rank: int) -> None:
@@ -242,19 +250,20 @@ def test_modules_compute_inside_gathered_as_in_training(precision: str | None, s
                 assert_same_weights(whole_weights(model), masters, atol=0)
             assert torch.equal(model(x, [torch.ones(10)]), expected)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_what_is_edited_inside_gathered_is_computed_with_at_once(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_what_is_edited_inside_gathered_is_computed_with_at_once(stage: int, num_ranks: int) -> Forked:
     """Oracle: a plain bf16 model with the same edits. What a forward writes would be lost, and is an error."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage, precision="bf16")
+        model = onecopy.shard(stack(), stage, precision="bf16")
         x = torch.randn(2, 10)
         with torch.no_grad(), onecopy.gathered(model, write=True):
             before = model.head(x)
-            assert torch.equal(before, _stack().bfloat16().head(x.bfloat16()))
+            assert torch.equal(before, stack().bfloat16().head(x.bfloat16()))
             model.head.weight.mul_(2)
             model.head.bias.data.mul_(2)
             assert torch.equal(model.head(x), 2 * before)
@@ -263,13 +272,14 @@ def test_what_is_edited_inside_gathered_is_computed_with_at_once(stage: int, num
                 model.head(x)
         assert model.head.weight.dtype == torch.float32
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_gathered_refuses(stage: int) -> None:
+@one_fork
+def test_what_gathered_refuses(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(UsageError, match="sharded"), onecopy.gathered(nn.Linear(2, 2)):
             pass
         with onecopy.gathered(model):
@@ -278,15 +288,16 @@ def test_what_gathered_refuses(stage: int) -> None:
                 loss.backward()
         _train(model, rank, 2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @every_stage
-def test_what_is_assigned_to_data_inside_the_block_is_kept_or_refused(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_what_is_assigned_to_data_inside_the_block_is_kept_or_refused(stage: int, num_ranks: int) -> Forked:
     """As `weight.data = …` does. By hand."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with onecopy.gathered(model, write=True):
             model.head.weight.data = torch.full((3, 10), 2.0)
         assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 2.0))
@@ -295,7 +306,7 @@ def test_what_is_assigned_to_data_inside_the_block_is_kept_or_refused(stage: int
         assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 2.0))
         _train(model, rank, num_ranks)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 # --- other slices than parameters
@@ -303,11 +314,12 @@ def test_what_is_assigned_to_data_inside_the_block_is_kept_or_refused(stage: int
 
 @every_stage
 @pytest.mark.parametrize("precision", [None, "bf16-lean"])
-def test_gathered_gradients_and_states_are_the_twins(precision: str | None, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_gathered_gradients_and_states_are_the_twins(precision: str | None, stage: int, num_ranks: int) -> Forked:
     """`p.grad` and AdamW's averages, alone and in lists with parameters. Oracle: the twin's; bf16 to its rounding."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage, precision=precision)
+        plain, model = stack(), onecopy.shard(stack(), stage, precision=precision)
         tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision is None else {"rtol": 0.05, "atol": 0.05}
         pairs = [(m, AdamW(m.parameters(), lr=1e-3)) for m in (plain, model)]
         for (m, _), batch in zip(
@@ -326,15 +338,16 @@ def test_gathered_gradients_and_states_are_the_twins(precision: str | None, stag
             torch.testing.assert_close(second, expected["exp_avg_sq"], **tolerance)
             torch.testing.assert_close(bias, plain.head.bias, **tolerance)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_a_whole_gradient_may_be_written(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_whole_gradient_may_be_written(stage: int, num_ranks: int) -> Forked:
     """The first rank's, or another's; by hand. Without write=True it is an error."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         model(*part(vector_batches(1)[0], rank, num_ranks)).backward()
         for source, expected in ((None, 1.0), (num_ranks - 1, float(num_ranks))):
             with onecopy.gathered(model.head.weight.grad, write=True, source=source) as gradient:
@@ -344,15 +357,16 @@ def test_a_whole_gradient_may_be_written(stage: int, num_ranks: int) -> None:
         with pytest.raises(UsageError, match="write=True"), onecopy.gathered(model.head.weight.grad) as gradient:
             gradient.zero_()
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_any_rank_may_be_the_source_of_what_is_written(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_any_rank_may_be_the_source_of_what_is_written(stage: int, num_ranks: int) -> Forked:
     """Every rank writes something else. A rank that does not exist is an error on all."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with onecopy.gathered(model, write=True, source=1), torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(rank)
@@ -361,38 +375,41 @@ def test_any_rank_may_be_the_source_of_what_is_written(stage: int, num_ranks: in
             pass
         _train(model, rank, num_ranks)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_a_source_on_two_axes() -> None:
+@one_fork
+def test_a_source_on_two_axes() -> Forked:
     """Of four ranks in two groups of copies, the last."""
 
     def run(rank: int) -> None:
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = onecopy.shard(_stack(), 3, mesh=mesh)
+        model = onecopy.shard(stack(), 3, mesh=mesh)
         with onecopy.gathered(model, write=True, source=3), torch.no_grad():
             model.head.weight.fill_(rank)
         assert torch.equal(gathered_weights(model)["head.weight"], torch.full((3, 10), 3.0))
 
-    run_ranks(4, run)
+    yield On(4, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_gradient_that_waits_is_not_gathered(stage: int) -> None:
+@one_fork
+def test_a_gradient_that_waits_is_not_gathered(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage, accumulate=2)
+        model = onecopy.shard(stack(), stage, accumulate=2)
         model(*part(vector_batches(1)[0], rank, 2)).backward()
         with pytest.raises(UsageError, match="has not been reduced yet"), onecopy.gathered(model.head.weight.grad):
             pass
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 # --- state_dict
 
 
 @every_stage
-def test_state_dict_has_the_plain_models_names_shapes_and_dtypes(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_state_dict_has_the_plain_models_names_shapes_and_dtypes(stage: int, num_ranks: int) -> Forked:
     """Outside the block as SlicedTensors of true shape, tied names and all; inside it whole, equal to the plain one."""
 
     def run(rank: int) -> None:
@@ -407,16 +424,17 @@ def test_state_dict_has_the_plain_models_names_shapes_and_dtypes(stage: int, num
         assert list(inside) == list(expected)
         assert all(torch.equal(inside[name], value) for name, value in expected.items())
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_a_whole_state_dict_loads(where: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_whole_state_dict_loads(where: str, stage: int, num_ranks: int) -> Forked:
     """Inside the block as into a plain model; outside it every rank cuts its slice out of what it was given."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         with torch.no_grad():
             for parameter in plain.parameters():
                 parameter.mul_(0.9).add_(0.01)
@@ -433,32 +451,34 @@ def test_a_whole_state_dict_loads(where: str, stage: int, num_ranks: int) -> Non
         _train(plain, 0, 1)
         assert_same_weights(gathered_weights(model), whole_weights(plain))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_a_sliced_state_dict_goes_back(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_sliced_state_dict_goes_back(stage: int, num_ranks: int) -> Forked:
     """Kept before two steps as copies, and loaded after them."""
 
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         kept = {name: value.detach().clone() for name, value in model.state_dict().items()}
         _train(model, rank, num_ranks)
-        assert not torch.equal(gathered_weights(model)["head.weight"], _stack().head.weight)
+        assert not torch.equal(gathered_weights(model)["head.weight"], stack().head.weight)
         model.load_state_dict(kept)
-        assert_same_weights(gathered_weights(model), whole_weights(_stack()), atol=0)
-        plain = _stack()
+        assert_same_weights(gathered_weights(model), whole_weights(stack()), atol=0)
+        plain = stack()
         _train(plain, 0, 1)
         _train(model, rank, num_ranks)
         assert_same_weights(gathered_weights(model), whole_weights(plain))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_a_whole_state_dict_saves_and_loads_into_a_plain_model(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_whole_state_dict_saves_and_loads_into_a_plain_model(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         _train(model, rank, num_ranks)
         file = io.BytesIO()
         with onecopy.gathered(model):
@@ -468,28 +488,30 @@ def test_a_whole_state_dict_saves_and_loads_into_a_plain_model(stage: int, num_r
         plain.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
         assert_same_weights(whole_weights(plain), expected, atol=0)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_state_dict_of_other_shapes_is_refused_as_torch_does(stage: int) -> None:
+@one_fork
+def test_a_state_dict_of_other_shapes_is_refused_as_torch_does(stage: int) -> Forked:
     def run(rank: int) -> None:
-        model = onecopy.shard(_stack(), stage)
+        model = onecopy.shard(stack(), stage)
         with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
             model.load_state_dict(Stack(width=12).state_dict())
         with pytest.raises(RuntimeError, match="Missing key"):
             model.load_state_dict({})
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @every_stage
 @pytest.mark.parametrize("fused", [True, False])
-def test_an_optimizers_state_dict_round_trip(fused: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_an_optimizers_state_dict_round_trip(fused: bool, stage: int, num_ranks: int) -> Forked:
     """Two steps, state taken over by a new optimizer, two more: four steps of one optimizer on a plain model."""
 
     def run(rank: int) -> None:
-        plain, model = _stack(), onecopy.shard(_stack(), stage)
+        plain, model = stack(), onecopy.shard(stack(), stage)
         first = AdamW(model.parameters(), lr=1e-2, fused=fused)
         train(model, first, [part(batch, rank, num_ranks) for batch in vector_batches(4)[:2]])
         second = AdamW(model.parameters(), lr=5.0, fused=fused)
@@ -498,4 +520,4 @@ def test_an_optimizers_state_dict_round_trip(fused: bool, stage: int, num_ranks:
         train(plain, AdamW(plain.parameters(), lr=1e-2, fused=fused), vector_batches(4))
         assert_same_weights(gathered_weights(model), whole_weights(plain))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)

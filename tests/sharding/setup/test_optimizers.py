@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import OnecopyError
 from oracle import (
     assert_same_weights,
@@ -51,7 +52,8 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizer_trains_like_twin(name: str) -> None:
+@one_fork
+def test_elementwise_optimizer_trains_like_twin(name: str) -> Forked:
     """Every stage, on three ranks; 1e-5 where a state divides by a small running mean."""
 
     def run(rank: int) -> None:
@@ -67,7 +69,7 @@ def test_elementwise_optimizer_trains_like_twin(name: str) -> None:
                 atol=1e-5,
             )
 
-    run_ranks(3, run)
+    yield On(3, run)
 
 
 WHOLE_MATRICES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
@@ -82,7 +84,8 @@ WHOLE_MATRICES: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 
 @pytest.mark.parametrize("name", WHOLE_MATRICES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_optimizer_that_needs_whole_matrices_is_refused(name: str, stage: int) -> None:
+@one_fork
+def test_optimizer_that_needs_whole_matrices_is_refused(name: str, stage: int) -> Forked:
     """At its construction or first step, by name of a parameter; never a silent step on slices."""
 
     def run(rank: int) -> None:
@@ -102,13 +105,14 @@ def test_optimizer_that_needs_whole_matrices_is_refused(name: str, stage: int) -
             step()
         assert_same_weights(gathered_weights(model), before, atol=0)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @every_stage
 @pytest.mark.parametrize("stepped", [False, True], ids=["new", "with state"])
 @pytest.mark.parametrize("make", ["AdamW", "Adam fused", "SGD nesterov"])
-def test_optimizer_made_before_sharding_is_remapped(make: str, stepped: bool, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_optimizer_made_before_sharding_is_remapped(make: str, stepped: bool, stage: int, num_ranks: int) -> Forked:
     """It is the same object afterwards, its groups too: two steps before sharding and two after it make four."""
 
     def run(rank: int) -> None:
@@ -125,11 +129,12 @@ def test_optimizer_made_before_sharding_is_remapped(make: str, stepped: bool, st
         train(model, optimizer, [part(batch, rank, num_ranks) for batch in batches[2:]])
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_a_schedulers_link_to_a_remapped_optimizer_holds(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_schedulers_link_to_a_remapped_optimizer_holds(stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         model, twin = seeded(Stack), seeded(Stack)
         pairs = []
@@ -144,11 +149,12 @@ def test_a_schedulers_link_to_a_remapped_optimizer_holds(stage: int, num_ranks: 
                 scheduler.step()
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_two_optimizers_on_one_model(stage: int) -> None:
+@one_fork
+def test_two_optimizers_on_one_model(stage: int) -> Forked:
     """One for the head, one for the rest, stepped after the same backward."""
 
     def run(rank: int) -> None:
@@ -162,11 +168,12 @@ def test_two_optimizers_on_one_model(stage: int) -> None:
                     optimizer.zero_grad()
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_two_models_in_one_loop(stage: int) -> None:
+@one_fork
+def test_two_models_in_one_loop(stage: int) -> Forked:
     """A generator and a critic, sharded apart: their engines must not take each other's messages."""
 
     def run(rank: int) -> None:
@@ -186,12 +193,13 @@ def test_two_models_in_one_loop(stage: int) -> None:
         for model, twin in zip(sharded, twins, strict=True):
             assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("transport", ["memory", "sockets"])
 @pytest.mark.parametrize("stages", [(1, 3), (3, 2), (3, 3), (0, 3)])
-def test_two_models_interleaved(stages: tuple[int, int], transport: str) -> None:
+@one_fork
+def test_two_models_interleaved(stages: tuple[int, int], transport: str) -> Forked:
     """One feeds the other, which is evaluated and stepped while the first one's backward is still to come."""
 
     def layers(width: int) -> nn.Module:
@@ -226,7 +234,7 @@ def test_two_models_interleaved(stages: tuple[int, int], transport: str) -> None
             assert_same_weights(gathered_weights(model), whole_weights(twin))
         assert mean_over_ranks(losses[0]) == pytest.approx(losses[1], rel=1e-5)
 
-    run_ranks(2, run, transport=transport)
+    yield On(2, run, transport=transport)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -259,7 +267,8 @@ def test_one_optimizer_over_several_models(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_step_with_a_closure(stage: int) -> None:
+@one_fork
+def test_step_with_a_closure(stage: int) -> Forked:
     def run(rank: int) -> None:
         model, twin = onecopy.shard(seeded(Stack), stage), seeded(Stack)
         for other, batches in ((model, [part(b, rank, 2) for b in vector_batches(3)]), (twin, vector_batches(3))):
@@ -275,4 +284,4 @@ def test_step_with_a_closure(stage: int) -> None:
                 optimizer.step(closure)
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(2, run)
+    yield On(2, run)

@@ -15,9 +15,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import UsageError
 from oracle import assert_same_weights, assert_trains_like_twin, gathered_weights, part, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 class _Own(Optimizer):
@@ -100,17 +101,19 @@ class Trusted(_Own):
 
 @every_stage
 @pytest.mark.parametrize("kind", [Bounded, Smooth, Signed, Averaged, Trusted])
-def test_optimizer_of_others_trains_like_twin(kind: Callable[[Any], Optimizer], stage: int, num_ranks: int) -> None:
+@one_fork
+def test_optimizer_of_others_trains_like_twin(kind: Callable[[Any], Optimizer], stage: int, num_ranks: int) -> Forked:
     def run(rank: int) -> None:
         assert_trains_like_twin(
             rank, num_ranks, lambda: seeded(Stack), vector_batches(3), stage=stage, optimizer=kind, rtol=1e-5, atol=1e-5
         )
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW])
-def test_a_learning_rate_that_is_a_tensor(make: Any) -> None:
+@one_fork
+def test_a_learning_rate_that_is_a_tensor(make: Any) -> Forked:
     """Left to torch's loop over parameters, for its lists refuse one."""
 
     def run(rank: int) -> None:
@@ -125,11 +128,12 @@ def test_a_learning_rate_that_is_a_tensor(make: Any) -> None:
                 atol=1e-5,
             )
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_closure_that_computes_the_last_micro_batch(stage: int) -> None:
+@one_fork
+def test_a_closure_that_computes_the_last_micro_batch(stage: int) -> Forked:
     """What stands in p.grad before it has run is not what the step takes. Oracle: the twin; also by keyword."""
 
     def run(rank: int) -> None:
@@ -154,11 +158,12 @@ def test_a_closure_that_computes_the_last_micro_batch(stage: int) -> None:
             expected.zero_grad()
         assert_same_weights(gathered_weights(model), whole_weights(twin))
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_a_compiled_step_is_refused_in_one_sentence(fused: bool) -> None:
+@one_fork
+def test_a_compiled_step_is_refused_in_one_sentence(fused: bool) -> Forked:
     """Nothing has changed then. Oracle: the weights as built."""
 
     def run(rank: int) -> None:
@@ -170,7 +175,7 @@ def test_a_compiled_step_is_refused_in_one_sentence(fused: bool) -> None:
             compiled()
         assert_same_weights(gathered_weights(model), whole_weights(seeded(Stack)), atol=0)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 def test_a_device_with_its_number_is_the_device() -> None:

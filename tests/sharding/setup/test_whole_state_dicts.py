@@ -20,9 +20,10 @@ from torch.optim import AdamW
 
 import onecopy
 from models import TinyGPT, seeded, token_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import UsageError
 from oracle import assert_same_weights, gathered_weights, part, train, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 FULL = StateDictOptions(full_state_dict=True)
 ON_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -49,7 +50,8 @@ def _assert_same(found: Any, expected: Any, where: str = "") -> None:
 
 
 @every_stage
-def test_full_state_dicts_are_whole(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_full_state_dicts_are_whole(stage: int, num_ranks: int) -> Forked:
     """Plain tensors on every rank, tied names among them; with cpu_offload on the first alone. Training goes on."""
 
     def run(rank: int) -> None:
@@ -70,15 +72,16 @@ def test_full_state_dicts_are_whole(stage: int, num_ranks: int) -> None:
             train(m, o, [part(b, place, size) for b in token_batches(3)[2:]])
         assert_same_weights(gathered_weights(model), whole_weights(twin), atol=1e-5)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
 @pytest.mark.parametrize("options", [FULL, FROM_FIRST], ids=["everywhere", "from the first rank"])
 @pytest.mark.parametrize("meta", [False, True], ids=["", "meta"])
+@one_fork
 def test_full_state_dicts_go_into_a_sharded_model(
     meta: bool, options: StateDictOptions, stage: int, num_ranks: int
-) -> None:
+) -> Forked:
     """Also one that has no memory yet, and the optimizer's; what is trained after it is the twin's."""
 
     def run(rank: int) -> None:
@@ -98,10 +101,11 @@ def test_full_state_dicts_go_into_a_sharded_model(
         train(model, optimizer, [part(b, rank, num_ranks) for b in token_batches(4)[2:]])
         assert_same_weights(gathered_weights(model), whole_weights(twin), atol=1e-5)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_a_buffer_that_is_in_no_state_dict_is_not_left_without_values() -> None:
+@one_fork
+def test_a_buffer_that_is_in_no_state_dict_is_not_left_without_values() -> Forked:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -115,4 +119,4 @@ def test_a_buffer_that_is_in_no_state_dict_is_not_left_without_values() -> None:
         with pytest.raises(UsageError, match=r"'scale'.*onecopy\.materialize"):
             set_model_state_dict(model, dict(Scaled().state_dict()), options=FULL)
 
-    run_ranks(2, run)
+    yield On(2, run)

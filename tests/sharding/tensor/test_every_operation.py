@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import onecopy
+from one_fork import Forked, On, one_fork
 from onecopy.errors import UsageError
 from onecopy.sharding.tensor.narrow import NarrowGradient
 from onecopy.sharding.tensor.sliced import SlicedTensor
-from ranks import run_ranks
 
 SHAPES = {"matrix": (5, 7), "vector": (64,), "scalar": ()}
 REFUSED = "refused"
@@ -252,9 +252,10 @@ def _sweep(rank: int) -> tuple[list[str], set[str]]:
     return faults, answered
 
 
-def test_every_operation_in_every_combination_is_right_or_refused() -> None:
+@one_fork
+def test_every_operation_in_every_combination_is_right_or_refused() -> Forked:
     """And those that optimizers and their users need are not refused."""
-    for faults, answered in run_ranks(2, _sweep):
+    for faults, answered in (yield On(2, _sweep)):
         assert not faults, f"{len(faults)} wrong answers:\n" + "\n".join(faults[:40])
         for name in (
             "frexp.Tensor",

@@ -13,9 +13,10 @@ from torch.optim import AdamW
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import UsageError
 from oracle import assert_same_weights, gathered_weights, part, train, whole_weights
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 
 def _save(rank: int, num_ranks: int, stage: int, folder: Path) -> None:
@@ -28,9 +29,10 @@ def _save(rank: int, num_ranks: int, stage: int, folder: Path) -> None:
 
 @every_stage
 @pytest.mark.parametrize("weights_only", [True, False])
+@one_fork
 def test_each_ranks_file_goes_on_as_if_nothing_had_been(
     weights_only: bool, stage: int, num_ranks: int, tmp_path: Path
-) -> None:
+) -> Forked:
     """Also the size of a file: this rank's elements, not the memory of the whole bucket behind each."""
 
     def go_on(rank: int) -> None:
@@ -48,13 +50,14 @@ def test_each_ranks_file_goes_on_as_if_nothing_had_been(
         # Parameters and two states; beside them a few hundred bytes for each of 14 tensors.
         assert (tmp_path / f"{rank}.pt").stat().st_size < 3 * held + 3 * 14 * 1200
 
-    run_ranks(num_ranks, _save, num_ranks, stage, tmp_path)
-    run_ranks(num_ranks, go_on)
+    yield On(num_ranks, _save, num_ranks, stage, tmp_path)
+    yield On(num_ranks, go_on)
 
 
-def test_another_ranks_and_another_worlds_file_is_refused(tmp_path: Path) -> None:
+@one_fork
+def test_another_ranks_and_another_worlds_file_is_refused(tmp_path: Path) -> Forked:
     """By load_state_dict of the model, and by the first step with the optimizer's states."""
-    run_ranks(2, _save, 2, 3, tmp_path)
+    yield On(2, _save, 2, 3, tmp_path)
 
     def other_rank(rank: int) -> None:
         state = torch.load(tmp_path / f"{1 - rank}.pt")
@@ -80,12 +83,13 @@ def test_another_ranks_and_another_worlds_file_is_refused(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=r"file of rank 0 of 2.*load_state_dict"):
             state["model"]["head.weight"].sum()
 
-    run_ranks(2, other_rank)
-    run_ranks(3, other_world)
-    run_ranks(1, plain, group=False)
+    yield On(2, other_rank)
+    yield On(3, other_world)
+    yield On(1, plain, group=False)
 
 
-def test_a_model_is_not_pickled_and_says_what_is(tmp_path: Path) -> None:
+@one_fork
+def test_a_model_is_not_pickled_and_says_what_is(tmp_path: Path) -> Forked:
     def run(rank: int) -> None:
         model = onecopy.shard(seeded(Stack), 3)
         with pytest.raises(UsageError, match=r"torch\.save\(model\).*model\.state_dict\(\).*onecopy\.save"):
@@ -95,10 +99,11 @@ def test_a_model_is_not_pickled_and_says_what_is(tmp_path: Path) -> None:
         alias.zero_()
         assert weight.abs().max().item() == 0.0
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_a_gradient_held_in_bf16_is_saved_wide(tmp_path: Path) -> None:
+@one_fork
+def test_a_gradient_held_in_bf16_is_saved_wide(tmp_path: Path) -> Forked:
     def run(rank: int) -> None:
         model = onecopy.shard(seeded(Stack), 3, precision="bf16-lean")
         model(*part(vector_batches(1)[0], rank, 2)).backward()
@@ -111,4 +116,4 @@ def test_a_gradient_held_in_bf16_is_saved_wide(tmp_path: Path) -> None:
         fresh.copy_(loaded)
         assert torch.equal(fresh, gradient.clone())
 
-    run_ranks(2, run)
+    yield On(2, run)

@@ -22,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import NeedsWholeError, UsageError
 from onecopy.sharding.tensor.narrow import NarrowGradient, gradient_slice
 from onecopy.sharding.tensor.sliced import SlicedTensor
@@ -84,7 +85,8 @@ def _off(found: Run, expected: Run) -> float:
 
 
 @pytest.mark.parametrize("stage, num_ranks", list(product((0, 1, 2, 3), (1, 2, 3))))
-def test_run_equals_the_rank_ordered_twin_that_rounds_to_bf16(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_run_equals_the_rank_ordered_twin_that_rounds_to_bf16(stage: int, num_ranks: int) -> Forked:
     """To the last bit; the fused kernel rounds otherwise at the ends of slices. The twin that does not round is off."""
 
     def run(rank: int) -> None:
@@ -95,11 +97,12 @@ def test_run_equals_the_rank_ordered_twin_that_rounds_to_bf16(stage: int, num_ra
             if name == "sgd" and (num_ranks > 1 or accumulate > 1):
                 assert _off(_emulated(num_ranks, stage, name, accumulate=accumulate, hold=None), expected) > 2**-12
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_clipping_rounds_once_more_and_its_norm_is_the_global_one(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_clipping_rounds_once_more_and_its_norm_is_the_global_one(stage: int, num_ranks: int) -> Forked:
     """Oracle: the twin, clipped and rounded. The norm's last bit may differ, and with it the rounding of an element."""
 
     def run(rank: int) -> None:
@@ -109,11 +112,12 @@ def test_clipping_rounds_once_more_and_its_norm_is_the_global_one(stage: int, nu
             assert found.norms == pytest.approx(expected.norms, rel=1e-6, abs=0)
             assert _off(found, expected) < 2**-12
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_at_one_rank_and_one_micro_batch_nothing_is_lost(stage: int) -> None:
+@one_fork
+def test_at_one_rank_and_one_micro_batch_nothing_is_lost(stage: int) -> Forked:
     """Oracle: plain PyTorch, whose bf16 gradients are widened to fp32 before the optimizer takes them."""
 
     def run(rank: int) -> None:
@@ -123,12 +127,13 @@ def test_at_one_rank_and_one_micro_batch_nothing_is_lost(stage: int) -> None:
             assert found.losses == expected.losses
             assert_same_weights(found.weights, expected.weights, atol=1e-7 if name == "adamw-fused" else 0)
 
-    run_ranks(1, run, group=False)
+    yield On(1, run, group=False)
 
 
 @every_stage
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_of_fp32_compute_may_be_held_in_bf16_too(accumulate: int, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_gradients_of_fp32_compute_may_be_held_in_bf16_too(accumulate: int, stage: int, num_ranks: int) -> Forked:
     """They travel in fp32 and are rounded where they are held. Oracle: the fp32 twin that rounds, to the last bit."""
 
     def run(rank: int) -> None:
@@ -137,10 +142,11 @@ def test_gradients_of_fp32_compute_may_be_held_in_bf16_too(accumulate: int, stag
         expected = _emulated(num_ranks, stage, "sgd", accumulate=accumulate, half=None)
         assert_same_weights(found.weights, expected.weights, atol=0)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
-def test_a_replicate_axis_rounds_twice() -> None:
+@one_fork
+def test_a_replicate_axis_rounds_twice() -> Forked:
     """Over shard and over its copies: 2 * 2^-9 of each element at most, beside the twin that does not round."""
 
     def run(rank: int) -> None:
@@ -150,12 +156,13 @@ def test_a_replicate_axis_rounds_twice() -> None:
             off = _off(found, _emulated(4, stage, "sgd", hold=None))
             assert 2**-12 < off < 2**-8
 
-    run_ranks(4, run)
+    yield On(4, run)
 
 
 @every_stage
 @pytest.mark.parametrize("name", ["adamw-fused", "adamw-loop", "adamw", "sgd"])
-def test_a_grad_scalers_powers_of_two_cost_nothing(name: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_grad_scalers_powers_of_two_cost_nothing(name: str, stage: int, num_ranks: int) -> Forked:
     """Oracle: the run without a scaler. Also where fused optimizers unscale, and over a step that is left out."""
 
     def run(rank: int) -> None:
@@ -175,11 +182,12 @@ def test_a_grad_scalers_powers_of_two_cost_nothing(name: str, stage: int, num_ra
             assert scaler.get_scale() == 512.0
             assert_same_weights(gathered_weights(model), expected.weights, atol=0)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_sync_and_an_early_end_are_the_same_step(stage: int) -> None:
+@one_fork
+def test_no_sync_and_an_early_end_are_the_same_step(stage: int) -> Forked:
     """Oracle: `accumulate=3`. Whole kept gradients are bf16, `p.grad` is pending until they are reduced."""
 
     def run(rank: int) -> None:
@@ -203,10 +211,11 @@ def test_no_sync_and_an_early_end_are_the_same_step(stage: int) -> None:
                 assert torch.equal(_narrow(mine).local, _narrow(theirs).local)
                 assert _narrow(mine).local.dtype == BF16
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_a_saved_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+@one_fork
+def test_a_saved_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> Forked:
     def run(rank: int) -> None:
         batches = [part(batch, rank, 2) for batch in token_batches(2)]
         kept = onecopy.shard(seeded(TinyGPT), 2, precision="bf16-lean")
@@ -221,7 +230,7 @@ def test_a_saved_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
         assert {t.dtype for s in optimizer.state.values() for t in s.values()} == {torch.float32}
         assert_same_weights(gathered_weights(loaded), gathered_weights(kept), atol=0)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 # --- the tensor alone
@@ -310,7 +319,8 @@ def test_aliases_copies_and_words_are_those_of_a_gradient() -> None:
         gradient.sum(0)
 
 
-def test_a_gradient_that_is_pending_beside_it_is_still_refused() -> None:
+@one_fork
+def test_a_gradient_that_is_pending_beside_it_is_still_refused() -> Forked:
     """Two units, of which one backward reached one: a norm over both must not take the other's placeholder."""
 
     def run(rank: int) -> None:
@@ -329,7 +339,7 @@ def test_a_gradient_that_is_pending_beside_it_is_still_refused() -> None:
             with pytest.raises(UsageError, match="not been reduced"):
                 call()
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
 # --- at the step: a constant beside the slices

@@ -14,9 +14,10 @@ from torch.optim import SGD
 
 import onecopy
 from models import Stack, seeded, vector_batches
+from one_fork import Forked, On, one_fork
 from onecopy.errors import NeedsWholeError
 from oracle import assert_loop_like_twin
-from ranks import every_stage, run_ranks
+from ranks import every_stage
 
 VALUES: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
     "sum": lambda p: p.sum(),
@@ -55,8 +56,11 @@ def _calls(model: nn.Module) -> int:
 
 
 @every_stage
-def test_reductions_of_all_elements_are_those_of_the_plain_tensor_at_one_collective(stage: int, num_ranks: int) -> None:
-    run_ranks(num_ranks, _reduced, stage, num_ranks)
+@one_fork
+def test_reductions_of_all_elements_are_those_of_the_plain_tensor_at_one_collective(
+    stage: int, num_ranks: int
+) -> Forked:
+    yield On(num_ranks, _reduced, stage, num_ranks)
 
 
 PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
@@ -71,7 +75,8 @@ PENALTIES: dict[str, Callable[[nn.Module], Tensor]] = {
 
 @every_stage
 @pytest.mark.parametrize("name", PENALTIES)
-def test_a_penalty_in_the_loss_trains_as_in_one_process(name: str, stage: int, num_ranks: int) -> None:
+@one_fork
+def test_a_penalty_in_the_loss_trains_as_in_one_process(name: str, stage: int, num_ranks: int) -> Forked:
     """Three steps, the second with a clear_grad that keeps zeros."""
 
     def run(rank: int) -> None:
@@ -87,11 +92,12 @@ def test_a_penalty_in_the_loss_trains_as_in_one_process(name: str, stage: int, n
 
         assert_loop_like_twin(rank, num_ranks, loop, lambda: seeded(Stack), stage=stage)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @every_stage
-def test_ranks_that_weigh_a_penalty_differently_take_the_mean(stage: int, num_ranks: int) -> None:
+@one_fork
+def test_ranks_that_weigh_a_penalty_differently_take_the_mean(stage: int, num_ranks: int) -> Forked:
     """As every gradient is. Oracle: that of the mean of all ranks' losses, by hand: 2 p times the mean weight."""
 
     def run(rank: int) -> None:
@@ -102,11 +108,12 @@ def test_ranks_that_weigh_a_penalty_differently_take_the_mean(stage: int, num_ra
         expected = model.head.weight.detach() * (num_ranks + 1)
         torch.testing.assert_close(model.head.weight.grad.local, expected.local)
 
-    run_ranks(num_ranks, run)
+    yield On(num_ranks, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_penalty_in_each_of_several_micro_batches(stage: int) -> None:
+@one_fork
+def test_a_penalty_in_each_of_several_micro_batches(stage: int) -> Forked:
     """Oracle: the twin."""
 
     def run(rank: int) -> None:
@@ -120,10 +127,11 @@ def test_a_penalty_in_each_of_several_micro_batches(stage: int) -> None:
 
         assert_loop_like_twin(rank, 2, loop, lambda: seeded(Stack), stage=stage, accumulate=2)
 
-    run_ranks(2, run)
+    yield On(2, run)
 
 
-def test_what_a_slice_cannot_answer_is_refused() -> None:
+@one_fork
+def test_what_a_slice_cannot_answer_is_refused() -> Forked:
     def run(rank: int) -> None:
         model = onecopy.shard(seeded(Stack), 3)
         weight = model.head.weight
@@ -141,4 +149,4 @@ def test_what_a_slice_cannot_answer_is_refused() -> None:
             with pytest.raises(NeedsWholeError, match=r"head\.weight"):
                 refused()
 
-    run_ranks(2, run)
+    yield On(2, run)

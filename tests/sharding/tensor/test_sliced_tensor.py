@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import onecopy
+from one_fork import Forked, On, one_fork
 from onecopy.errors import NeedsWholeError, UsageError
 from onecopy.sharding.tensor.sliced import SlicedTensor
-from ranks import run_ranks
 
 
 class Two(nn.Module):
@@ -82,8 +82,9 @@ def _elementwise(rank: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_elementwise_operations_equal_those_on_the_whole_tensor(num_ranks: int) -> None:
-    for errors in run_ranks(num_ranks, _elementwise):
+@one_fork
+def test_elementwise_operations_equal_those_on_the_whole_tensor(num_ranks: int) -> Forked:
+    for errors in (yield On(num_ranks, _elementwise)):
         assert max(errors.values()) == 0.0, errors
 
 
@@ -102,14 +103,15 @@ def _norms(rank: int) -> list[float]:
     return [*values, float(after - calls)]
 
 
-def test_norms_are_global_on_every_rank_at_one_collective_a_call() -> None:
+@one_fork
+def test_norms_are_global_on_every_rank_at_one_collective_a_call() -> Forked:
     """Oracle: norms of the whole plain tensors."""
     w, v = (p.detach() for p in Two().parameters())
     expected = [torch.linalg.vector_norm(p, order).item() for p in (w, v) for order in (1, 2, 3.5, float("inf"))]
     expected += [w.norm().item(), v.norm().item(), w.norm().item(), v.norm(1).item()]
     total = (w.square().sum() + v.square().sum()).item()
     expected += [total**0.5, (total + 25.0) ** 0.5]
-    for values in run_ranks(3, _norms):
+    for values in (yield On(3, _norms)):
         assert values[:-1] == pytest.approx(expected, rel=1e-6)
         assert values[-1] == 1.0
 
@@ -134,8 +136,9 @@ def _refusals(rank: int) -> list[str]:
     return messages
 
 
-def test_what_needs_whole_parameters_names_them_and_says_gathered() -> None:
-    for messages in run_ranks(2, _refusals):
+@one_fork
+def test_what_needs_whole_parameters_names_them_and_says_gathered() -> Forked:
+    for messages in (yield On(2, _refusals)):
         assert all("'w'" in message or "'v'" in message for message in messages), messages
         assert all("onecopy.gathered" in message for message in messages), messages
 
@@ -173,8 +176,9 @@ def _assign_data(rank: int) -> None:
             model.w.data = wrong
 
 
-def test_assigning_data_writes_to_the_slices() -> None:
-    run_ranks(3, _assign_data)
+@one_fork
+def test_assigning_data_writes_to_the_slices() -> Forked:
+    yield On(3, _assign_data)
 
 
 def test_isinstance_shape_dtype_and_repr_tell_the_truth() -> None:
@@ -199,8 +203,9 @@ def _gradient_scaler(rank: int) -> tuple[float, float]:
     return found.item(), model.v.grad.local.sum().item()  # type: ignore[union-attr]
 
 
-def test_an_infinity_on_one_rank_is_found_on_all() -> None:
-    results = run_ranks(2, _gradient_scaler)
+@one_fork
+def test_an_infinity_on_one_rank_is_found_on_all() -> Forked:
+    results = yield On(2, _gradient_scaler)
     assert [found for found, _ in results] == [1.0, 1.0]
     # v has 3 elements with gradient 1 each, halved by the unscaling, over both ranks together.
     assert sum(total for _, total in results) == pytest.approx(1.5)

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import onecopy
 from onecopy.observe.meter import Meter
 from onecopy.planner.engine.fake import fake_ranks, fake_tensors
+from onecopy.planner.formulas.buffers import STAGING_BYTES
 from onecopy.planner.model.schedule import Schedule, Sizes, Unit
 from onecopy.sharding.graph.tensors import replace_tensors
 from onecopy.sharding.model.discover import Units, find_parameters, find_scopes, leave_small_to_root
@@ -75,6 +76,8 @@ def simulate(
             accumulate=plan.micro_batches,
             prefetch=plan.prefetch,
             activations=activations,
+            # Fake tensors are of the CPU, and the ranks stand for accelerators.
+            bucket_bytes=STAGING_BYTES["accelerator"],
         )
         kinds: dict[str, dict[str, Any]] = {
             "foreach": {"foreach": True},

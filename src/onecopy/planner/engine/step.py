@@ -191,7 +191,7 @@ def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
     for i, unit in enumerate(units):
         kept += unit.activations
         checkpoints += unit.checkpoint
-        gathered = held.gathered([*nesting.around[i], *range(i + 1, min(i + 1 + prefetch, len(units)))])
+        gathered = held.gathered([*nesting.around[i], *range(i, min(i + 1 + prefetch, len(units)))])
         common["checkpoints"] = checkpoints
         yield (
             "forward",
@@ -256,16 +256,16 @@ def _backward(held: _Held, *, carries: bool, last: bool) -> Iterator[tuple[Phase
         checkpoints -= unit.checkpoint
         if last:
             done.append(i)
-        if not unit.numels:
-            continue
         posted = float(widths.accumulate * held.slices[i]) if sends else 0.0
         if not sends and not carries:
             whole += widths.accumulate * held.padded[i]
+        # What is added to kept gradients is gone before those are sent.
+        added = 0.0 if sends and whole else arrived
         yield (
             "backward",
             held.sizes(
                 parameters_gathered=held.gathered([*nesting.around[i][:-1], *coming], done),
-                gradients_whole=whole + arrived + leaving,
+                gradients_whole=whole + added + leaving,
                 gradients_sliced=sliced + becoming + posted,
                 activations=kept,
                 checkpoints=checkpoints,
@@ -281,6 +281,3 @@ def _backward(held: _Held, *, carries: bool, last: bool) -> Iterator[tuple[Phase
             # What micro-batches have kept goes out, with this one's added.
             whole -= widths.accumulate * held.padded[i]
             leaving = float(widths.accumulate * held.padded[i]) if held.lingers(i) else 0.0
-    if last:
-        sliced += 0.0 if carries and held.kind.shards_gradients else becoming
-        yield "backward", held.sizes(parameters_gathered=held.gathered((), range(len(units))), gradients_sliced=sliced)

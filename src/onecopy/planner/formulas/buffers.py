@@ -18,7 +18,7 @@ Table 2, where 18 % (stage 1) to 38 % (no sharding) of the bound were lost to ev
 WIDENED_BYTES: Final = 4 * 2**20
 """Bytes of a narrow gradient's elements that the optimizer's step widens at a time (`sharding/tensor/narrow.py`)."""
 
-STAGING_BYTES: Final = {"cpu": 8 * 2**20, "accelerator": 256 * 2**20}
+STAGING_BYTES: Final = {"cpu": 4 * 2**20, "accelerator": 256 * 2**20}
 """Most bytes of one communication buffer where nothing is said (`onecopy.memory.staging`); there are two."""
 
 

@@ -184,15 +184,19 @@ def _send(buffers: Iterable[_Buffer], axes: Iterable[Axis], *, compare: bool = F
     for device, group in groups.items():
         # The widest first: then each one's bytes begin where its dtype may.
         group.sort(key=lambda buffer: -buffer.tensor.itemsize)
-        header = torch.frombuffer(bytearray(_digest(group)), dtype=torch.uint8).to(device)
+        # On a device the comparison would wait for the message, and native calls take no other length anyway.
+        checks = compare or device.type == "cpu"
+        if checks:
+            header = torch.frombuffer(bytearray(_digest(group)), dtype=torch.uint8).to(device)
+        else:
+            header = torch.zeros(_HEADER, dtype=torch.uint8, device=device)
         own = torch.cat([header, *(_bytes_of(buffer.tensor) for buffer in group)])
         flat = own.clone()
         for axis in axes:
             axis.broadcast(flat, "", _TAG)
         if all(axis.rank == 0 for axis in axes):
             continue
-        # On a device the comparison would wait for the message, and native calls take no other length anyway.
-        if (compare or flat.is_cpu) and not torch.equal(flat[:_HEADER], own[:_HEADER]):
+        if checks and not torch.equal(flat[:_HEADER], own[:_HEADER]):
             raise MismatchError(
                 f"buffers have other shapes or dtypes on this rank than on rank {axes[0].ranks[0]}; here they are "
                 f"{', '.join(sorted(b.description for b in group))}. Give them the same on every rank, or call "

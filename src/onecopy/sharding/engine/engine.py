@@ -147,6 +147,9 @@ class Engine:
             self.mesh,
             (lambda: self._forward.seen + self._backward.seen) if alike else None,
         )
+        if alike:
+            for unit in self.units:
+                unit.remember_visits()
         released = [bucket for bucket in self._buckets if self.stage.shards_parameters and bucket.is_own_memory]
         self._saved = SavedWeights(released, self._gather_saved)
         for bucket in self._buckets:
@@ -231,10 +234,11 @@ class Engine:
     def _begin_forward(self, *, recorded: bool) -> None:
         for bucket in self._buckets:
             bucket.check(trains=recorded)
-        self._trains = any(entry.shown.requires_grad for bucket in self._buckets for entry in bucket.entries)
         self._in_model_forward = True
         self._records = recorded
         if recorded:
+            # A reference model's forward between this one and its backward may freeze what trains (PEFT's adapters).
+            self._trains = any(entry.shown.requires_grad for bucket in self._buckets for entry in bucket.entries)
             self.micro_batches.forward_begins()
             self._awaits_backward = True
         self._count_gradients()

@@ -85,7 +85,7 @@ class Reducer:
             return
         while self._next < len(self._order):
             head = self._order[self._next]
-            if not head.finished and (head in visited or head.unrecorded or head.visits):
+            if not head.finished and (head in visited or head.may_come or unit.runs_again):
                 break
             self._send(head)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableSet, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -23,10 +23,11 @@ class Visit:
         marked: the forward had inputs that require a gradient, so that the end of its backward can be seen.
         began: its backward has begun.
         ended: its backward has run through the whole unit.
+        ran: a backward before this one has run through it, of a graph that was retained.
         time: `perf_counter()` when its forward, and then its backward, began; for a profile.
     """
 
-    __slots__ = ("__weakref__", "began", "changes", "ended", "marked", "time")
+    __slots__ = ("__weakref__", "began", "changes", "ended", "marked", "ran", "time")
 
     def __init__(self, changes: int) -> None:
         self.changes = changes
@@ -34,6 +35,7 @@ class Visit:
         self.marked = False
         self.began = False
         self.ended = False
+        self.ran = False
 
 
 @dataclass
@@ -69,7 +71,8 @@ class Unit:
 
     Attributes:
         gradients: those of its trainable buckets.
-        visits: recorded forwards whose graphs are alive.
+        visits: recorded forwards whose backward may come: those whose graphs are alive, or with `remember_visits` all
+            since parameters last changed.
         entered: those among them whose backward has begun in the backward that runs now.
         unrecorded: forwards without a graph inside a recorded forward of the model: reentrant activation checkpoints,
             which will record them when they recompute.
@@ -82,7 +85,7 @@ class Unit:
         self.scope = scope
         self.buckets = tuple(buckets)
         self.gradients: tuple[Gradients, ...] = ()
-        self.visits: weakref.WeakSet[Visit] = weakref.WeakSet()
+        self.visits: MutableSet[Visit] = weakref.WeakSet()
         self.entered: list[Visit] = []
         self.unrecorded = 0
         self.passages: list[Passage] = []
@@ -105,7 +108,21 @@ class Unit:
     @property
     def awaits_backward(self) -> bool:
         """Whether a forward is left whose backward has not run."""
-        return self.unrecorded > 0 or any(not visit.ended for visit in self.visits)
+        if self.runs_again:
+            return True
+        changes = self.changes
+        return self.unrecorded > 0 or any(v.changes == changes and not v.ended for v in self.visits)
+
+    @property
+    def may_come(self) -> bool:
+        """Whether backward may come here through a forward of an earlier pass."""
+        changes = self.changes
+        return self.unrecorded > 0 or any(visit.changes == changes for visit in self.visits)
+
+    @property
+    def runs_again(self) -> bool:
+        """Whether the backward that runs now has entered a retained graph, of which nobody knows what else comes."""
+        return any(visit.ran for visit in self.entered)
 
     @property
     def all_arrived(self) -> bool:
@@ -116,8 +133,20 @@ class Unit:
         """Start from no gradients; to be called when the buckets have new parameters."""
         self.gradients = tuple(Gradients(bucket) for bucket in self.buckets if bucket.trainable)
 
+    def remember_visits(self) -> None:
+        """Let no decision depend on when a graph is freed, which may be another moment on each rank.
+
+        Where ranks gather by collectives they must send and gather in one order, and Python's garbage collector frees
+        a dropped graph that is part of a cycle when it likes.
+        """
+        if not isinstance(self.visits, set):
+            self.visits = set(self.visits)
+
     def record_visit(self) -> Visit:
         visit = Visit(self.changes)
+        if isinstance(self.visits, set):
+            # Backward cannot come through forwards with parameters that have changed since.
+            self.visits = {other for other in self.visits if other.changes == visit.changes}
         self.visits.add(visit)
         return visit
 
@@ -136,6 +165,9 @@ class Unit:
         """The backward that ran is over. A graph that was retained may run backward again."""
         for visit in self.entered:
             visit.began = visit.ended = False
+            visit.ran = True
+            if isinstance(self.visits, set):
+                self.visits.discard(visit)
         self.entered.clear()
         self.finished = False
         self.unrecorded = 0

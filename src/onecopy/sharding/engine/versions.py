@@ -25,8 +25,7 @@ class Versions:
         buckets: all that the model has.
         uses: how often a step gathers each of them.
 
-    Attributes:
-        reads_freely: ranks fetch each other's slices; else they gather by collectives, each rank the same ones.
+    Slices on a device are not fetched, whatever the group can do for the CPU's: they are gathered by collectives.
     """
 
     def __init__(self, axis: Axis, buckets: Sequence[Bucket], uses: int) -> None:
@@ -37,12 +36,22 @@ class Versions:
         self._in_step = False
         # What is cast on the way must be asked for, or cast copies would lie about.
         often = [uses if bucket.dtypes.compute == bucket.lent_dtype else 0 for bucket in buckets]
-        fetchable = all(bucket.is_fetchable for bucket in buckets)
-        shelves = axis.make_shelves([bucket.tag for bucket in buckets], often) if fetchable else None
-        self.reads_freely = shelves is not None
+        may_fetch = any(bucket.device.type in ("cpu", "meta") for bucket in buckets)
+        may_fetch = may_fetch and all(bucket.is_fetchable for bucket in buckets)
+        shelves = axis.make_shelves([bucket.tag for bucket in buckets], often) if may_fetch else None
+        self._has_shelves = shelves is not None
         for position, bucket in enumerate(buckets):
             bucket.before_write = self.before_write
             bucket.shelf = None if shelves is None else shelves[position]
+
+    @property
+    def reads_freely(self) -> bool:
+        """Whether ranks fetch each other's slices; else they gather some by collectives, each rank the same ones."""
+        return len(self._on_shelves) == len(self._buckets)
+
+    @property
+    def _on_shelves(self) -> list[Bucket]:
+        return [bucket for bucket in self._buckets if self._has_shelves and bucket.device.type == "cpu"]
 
     def lay_out(self, *, before_write: bool = False) -> None:
         """Let other ranks read what the slices hold now. ``before_write``: writes have been announced, to be made."""
@@ -51,21 +60,20 @@ class Versions:
         self._is_laid_out = True
         for bucket in self._buckets:
             bucket.masters.catch_up(stays_behind=before_write)
-        for bucket in self._buckets if self.reads_freely else ():
-            if bucket.device.type == "cpu":
-                bucket.lay_out(self._number)
+        for bucket in self._on_shelves:
+            bucket.lay_out(self._number)
 
     def before_write(self) -> None:
         """A slice is about to change; every rank comes here. One of a step's writes waits for the readers."""
         if self._in_step and not self._is_laid_out:
             return
         self.lay_out(before_write=True)
-        if self.reads_freely:
-            for bucket in self._buckets:
+        if on_shelves := self._on_shelves:
+            for bucket in on_shelves:
                 # A gather that was begun ahead, of what the forward then did not come to.
                 bucket.finish_gather()
             self._axis.barrier()
-            for bucket in self._buckets:
+            for bucket in on_shelves:
                 bucket.clear_shelf()
         self._number += 1
         self._is_laid_out = False

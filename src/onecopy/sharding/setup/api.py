@@ -116,7 +116,7 @@ def shard(
         activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
             None leaves activations to the model.
         bucket_bytes: most bytes of one communication buffer, of which two are in use; gradients of larger units go
-            through it in pieces. None: 8 MiB on the CPU, 256 MiB elsewhere.
+            through it in pieces. None: 4 MiB on the CPU, 256 MiB elsewhere.
         defragment: keep gradients and activation checkpoints in regions of their own (`arena`), so that what lives
             shorter leaves no holes between them. What the regions have reserved they keep.
         offload: where model states rest while nobody computes with them, on stages 1 to 3; None: on the device.

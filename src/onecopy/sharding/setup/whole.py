@@ -155,6 +155,9 @@ def allocate(model: nn.Module, device: torch.device | str) -> Engine:
         UsageError: if the model is not sharded on meta.
     """
     device = torch.device(device)
+    if device.type != "cpu" and device.index is None:
+        # Buffers and pools are kept by device, and tensors say which they are on.
+        device = torch.device(device.type, torch.accelerator.current_device_index())
     engine = _engine_of(_slices_of(model)[0])
     if not all(bucket.device.type == "meta" for unit in engine.units for bucket in unit.buckets):
         raise UsageError("only models built on the meta device are given memory; this one has its values.")

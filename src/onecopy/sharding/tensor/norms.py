@@ -73,18 +73,19 @@ class PartialNorm(torch.Tensor):
     def norm_of_all(self) -> Tensor:
         """The norm of the norms over all ranks: of what is spread alike the sum is taken before it is sent."""
         kinds = list(dict.fromkeys(self.spread))
-        alike = [[i for i, spread in enumerate(self.spread) if spread == kind] for kind in kinds]
-        sums = torch.stack([self._total(self.powers.reshape(-1)[positions]) for positions in alike])
-        return self._root(self._total(self._over_ranks(sums, kinds)))
+        flat = self.powers.reshape(-1)
+        sums = [self._total(_pick(flat, [spread == kind for spread in self.spread])) for kind in kinds]
+        return self._root(self._total(self._over_ranks(torch.stack(sums), kinds)))
 
     def _over_ranks(self, powers: Tensor, spread: Sequence[Spread]) -> Tensor:
-        powers = powers.clone()
         for axis in dict.fromkeys(axis for axes in spread for axis in axes):
-            positions = [i for i, axes in enumerate(spread) if axis in axes]
-            part = powers[positions]
+            along = [axis in axes for axes in spread]
+            part = _pick(powers, along).clone()
             if collective := axis.combine(part, "norm", maximum=math.isinf(self.order)):
                 collective.finish()
-                powers[positions] = part
+                combined = iter(part.unbind())
+                pairs = zip(powers.unbind(), along, strict=True)
+                powers = torch.stack([next(combined) if picked else power for power, picked in pairs])
         return powers
 
     def _total(self, powers: Tensor) -> Tensor:
@@ -128,6 +129,13 @@ def _powers(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
         return pieces.amax() if math.isinf(order) else pieces.sum()
     norm: Tensor = torch.linalg.vector_norm(local, order, dtype=dtype).double()
     return norm if math.isinf(order) else norm.pow(order)
+
+
+def _pick(powers: Tensor, wanted: Sequence[bool]) -> Tensor:
+    """Those of ``powers`` (1-D) that are wanted. To index by a list, the host would wait for the device."""
+    if all(wanted):
+        return powers
+    return torch.stack([power for power, is_wanted in zip(powers.unbind(), wanted, strict=True) if is_wanted])
 
 
 def _stacked(norms: Sequence[PartialNorm]) -> PartialNorm:

@@ -1,0 +1,149 @@
+"""The engine's core on the emulated device. Oracle: plain PyTorch in one process on the CPU; the device's reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import onecopy
+from models import token_batches
+from oracle import OPTIMIZERS, Batch, HalfTwin, assert_same_weights, whole_weights
+from training import on, parts_of, run_clean, tiny, trains_like_one_process, weights_of
+
+pytestmark = pytest.mark.emulated
+
+STAGES = (0, 1, 2, 3)
+
+BF16: dict[str, Any] = {"precision": "bf16", "half": torch.bfloat16, "rtol": 1e-2, "atol": 5e-3}
+"""bf16 keeps 8 bits, and sums of it are rounded at every rank of a ring."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "fused": {"optimizer": OPTIMIZERS["adamw-fused"], "atol": 1e-4},
+    "bf16": BF16,
+    "accumulate": {"accumulate": 2},
+    "small buffers": {"bucket_bytes": 1000},
+    "prefetch 2": {"prefetch": 2},
+}
+
+
+@pytest.mark.parametrize("case, num_ranks", [*((case, n) for case in CASES for n in (2, 3)), ("fp32", 4), ("bf16", 4)])
+def test_training_equals_one_process(case: str, num_ranks: int) -> None:
+    def run(rank: int, device: torch.device) -> None:
+        for stage in STAGES:
+            trains_like_one_process(rank, device, num_ranks, stage=stage, **CASES[case])
+
+    run_clean(num_ranks, run)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_hybrid_training_equals_one_process(num_ranks: int) -> None:
+    def run(rank: int, device: torch.device) -> None:
+        mesh = dist.init_device_mesh("emu", (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+        for stage in STAGES:
+            trains_like_one_process(rank, device, num_ranks, stage=stage, mesh=mesh)
+            trains_like_one_process(rank, device, num_ranks, stage=stage, mesh=mesh, **BF16)
+
+    run_clean(num_ranks, run)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu", "files"])
+def test_recomputed_training_equals_one_process(offload: str | None, tmp_path: Path) -> None:
+    where = str(tmp_path) if offload == "files" else offload
+
+    def run(rank: int, device: torch.device) -> None:
+        for stage in STAGES:
+            trains_like_one_process(
+                rank, device, 2, stage=stage, accumulate=2, activations=onecopy.Activations(offload=where)
+            )
+
+    run_clean(2, run)
+
+
+def test_gradient_scaling_equals_one_process() -> None:
+    """Oracle: the same scaler around plain PyTorch in fp16 on the CPU, which skips a step whose gradient overflows."""
+
+    def loop(model: nn.Module, batches: Sequence[Batch], kind: str) -> list[float]:
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        scaler = torch.amp.GradScaler(kind, init_scale=2.0**10)
+        scales = []
+        for number, batch in enumerate(batches):
+            loss = model(*batch) * (1e30 if number == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return scales
+
+    def run(rank: int, device: torch.device) -> None:
+        batches = token_batches(4)
+        twin = tiny()
+        expected = loop(HalfTwin(twin, torch.float16), batches, "cpu")
+        assert len(set(expected)) == 2
+        for stage in STAGES:
+            model = onecopy.shard(on(device, tiny), stage, precision="fp16")
+            assert loop(model, parts_of(batches, rank, 2, device), device.type) == expected
+            assert_same_weights(weights_of(model), whole_weights(twin), 1e-3)
+
+    run_clean(2, run)
+
+
+def test_a_graph_that_was_retained_may_run_backward_again() -> None:
+    """Oracle: the same in one process, with micro-batches whose gradients add up."""
+
+    def loop(model: nn.Module, batches: Sequence[Batch]) -> None:
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for batch in batches:
+            loss = model(*batch)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(rank: int, device: torch.device) -> None:
+        twin = tiny()
+        loop(twin, token_batches(2))
+        for stage in (0, 2, 3):
+            model = onecopy.shard(on(device, tiny), stage, accumulate=2)
+            loop(model, parts_of(token_batches(2), rank, 2, device))
+            assert_same_weights(weights_of(model), whole_weights(twin), 1e-6)
+
+    run_clean(2, run)
+
+
+def test_rounding_of_sums_in_bf16_and_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the mean in float64 of what each rank computes in bf16. NCCL rounds sums of bf16 at every hop."""
+
+    def errors(rank: int, device: torch.device) -> list[float]:
+        (batch,) = token_batches(1, rows=16)
+        exact: dict[str, Tensor] = {}
+        for other in range(4):
+            plain = on(device, tiny).to(torch.bfloat16)
+            plain(*parts_of([batch], other, 4, device)[0]).backward()
+            for name, parameter in plain.named_parameters():
+                exact[name] = exact.get(name, 0) + parameter.grad.cpu().double() / 4
+        found = []
+        for reduce in (None, torch.float32):
+            model = onecopy.shard(on(device, tiny), 2, precision=onecopy.Precision(torch.bfloat16, reduce=reduce))
+            model(*parts_of([batch], rank, 4, device)[0]).backward()
+            with onecopy.gathered([p.grad for p in model.parameters()]) as gradients:
+                pairs = zip(model.named_parameters(), gradients, strict=True)
+                off = [(g.cpu().double() - exact[name]).square().sum() for (name, _), g in pairs]
+            found.append((torch.stack(off).sum() / sum(e.square().sum() for e in exact.values())).sqrt().item())
+        return found
+
+    for seen in run_clean(4, errors):
+        in_bf16, in_fp32 = seen.result
+        assert 1e-3 < in_bf16 < 1e-2
+        assert in_fp32 < 1e-6
+    with capsys.disabled():
+        print(f"\nrelative error of the mean over 4 ranks: {in_bf16:.1e} in bf16, {in_fp32:.1e} with reduce=float32")
