@@ -16,7 +16,6 @@ from torch.optim import SGD, AdamW
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
-from one_fork import Forked, On, one_fork
 from oracle import OPTIMIZERS, part, train
 from ranks import run_ranks
 
@@ -151,8 +150,7 @@ def _plain_stack_bytes(layers: int, width: int) -> int:
     return sum(p.numel() for p in Stack(width, layers).parameters()) * 4
 
 
-@one_fork
-def test_two_thousand_steps_leave_no_object_behind() -> Forked:
+def test_two_thousand_steps_leave_no_object_behind() -> None:
     """Where all parameters lie in units below the root, so that nothing is gathered for the root itself."""
 
     def run(rank: int) -> None:
@@ -177,7 +175,7 @@ def test_two_thousand_steps_leave_no_object_behind() -> Forked:
         gc.freeze()
         run(rank)
 
-    yield On(1, apart, group=False)
+    run_ranks(1, apart, group=False)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

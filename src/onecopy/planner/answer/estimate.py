@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, Literal
 
 from onecopy.planner.available import missing
@@ -178,11 +179,8 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
     Raises:
         SettingsError: if there is no such stage.
     """
-    units = local_units(job, option)
     schedule = option.schedule(job)
-    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
-    peaks |= step_bytes(units, schedule)
-    peaks["save"] = _save(units, schedule, peaks["step"])
+    units, peaks = _held(job, replace(option, offload="none"))
     peaks = {phase: _with_overheads(_offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
     seconds, sent = step_seconds(job, machine, option, schedule, units)
     samples = machine.gpus // option.tensor * option.micro_batch * option.accumulate
@@ -198,6 +196,29 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
         samples * job.sequence / seconds.total,
         _limited_by(machine, option, seconds),
     )
+
+
+@lru_cache(maxsize=16)
+def _held(job: Job, option: Option) -> tuple[list[Unit], dict[Phase, Sizes]]:
+    """The units as one rank holds them, and bytes by phase, nothing offloaded; options differ in that one by one."""
+    units, schedule = local_units(job, option), option.schedule(job)
+    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
+    peaks |= step_bytes(units, schedule)
+    peaks["save"] = _save(units, schedule, peaks["step"])
+    return units, peaks
+
+
+def least_bytes(job: Job, option: Option) -> float:
+    """Bytes that a device holds at the least when the optimizer steps: model states alone, in closed form.
+
+    A search leaves out at once what does not fit by this bound: `estimate` goes through every unit.
+    """
+    widths = job.widths
+    trained = sum(unit.parameters for unit in job.shape.units) / option.tensor / _slices(option)
+    each = float(3 * widths.master + widths.gradient)
+    if option.offload != "none":
+        each = 0.0 if option.offload.startswith("parameters") else float(widths.compute)
+    return with_overheads(each * trained)
 
 
 def local_units(job: Job, option: Option) -> list[Unit]:
@@ -319,6 +340,10 @@ def step_seconds(
     # A 32-bit product takes twice the time of a 16-bit one at the least.
     compute = operations / machine.flops(sizes.hidden if sizes else None) * (2 if job.precision == "fp32" else 1)
     widths = job.widths
+    # Forward, a recomputation, and backward twice move every weight or its gradient, however few tokens there are.
+    passes = (4 if recompute else 3) * option.accumulate
+    moved = passes * widths.compute * sum(unit.all_parameters for unit in units)
+    compute += moved / machine.gpu.memory_bandwidth
     padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
     trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
     again = Stage.of(option.stage).shards_parameters
