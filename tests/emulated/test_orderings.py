@@ -67,24 +67,6 @@ def _sharded(rank: int, device: torch.device) -> None:
     _train(rank, device, 2, precision="fp16", accumulate=2)
 
 
-def _at_rest_on_the_host(rank: int, device: torch.device) -> None:
-    _train(rank, device, 3, precision="bf16", accumulate=2, offload=onecopy.Offload(optimizer="cpu"))
-    _train(rank, device, 3, precision="bf16", offload=onecopy.Offload(optimizer="cpu", parameters="cpu"))
-    _step_and_drop(rank, device)
-    for _ in range(8):
-        torch.zeros(64, device=device).add_(1)
-
-
-def _step_and_drop(rank: int, device: torch.device) -> None:
-    """What the step has written is on its way to the device when the model goes."""
-    model = onecopy.shard(on(device, lambda: seeded(Net, False)), 3, offload=onecopy.Offload(optimizer="cpu"))
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    model(*parts_of(token_batches(1), rank, 2, device)[0]).backward()
-    optimizer.step()
-    del model, optimizer
-    gc.collect()
-
-
 def _replicated(rank: int, device: torch.device) -> None:
     _train(rank, device, 0)
     mesh = dist.init_device_mesh("emu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -119,7 +101,6 @@ def _states_on_host(rank: int, device: torch.device) -> None:
 
 SCENES: dict[str, Callable[[int, torch.device], None]] = {
     "sharded": _sharded,
-    "at rest on the host": _at_rest_on_the_host,
     "replicated": _replicated,
     "partitioned": _partitioned,
     "states on host": _states_on_host,
