@@ -43,9 +43,9 @@ def _watched(at: Callable[[int, str], None]) -> Iterator[list[str]]:
         seen.append(what)
         at(len(seen) - 1, what)
 
-    def issue(program: Any, label: Any, sent: int, ledger: Any) -> Any:
+    def issue(program: Any, label: Any, *rest: Any) -> Any:
         note(label.op)
-        return collective(program, label, sent, ledger)
+        return collective(program, label, *rest)
 
     def send(group: Any, given: Any, sources: Any) -> Any:
         note(f"checkpoint's {'gather' if not sources else 'scatter' if not given else 'exchange'}")
