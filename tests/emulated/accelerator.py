@@ -43,7 +43,7 @@ _NOT_ORIGINS: Final = (
     "/contextlib.py",
     "<string>",
 )
-_ANY_COLLECTIVE: Final = ("/comm/collective.py", "/comm/mesh.py")
+_ANY_COLLECTIVE: Final = ("/comm/native_calls.py", "/comm/collective.py", "/comm/mesh.py")
 """Through these go the waits for all collectives: what tells them apart is who called."""
 
 

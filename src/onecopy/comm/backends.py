@@ -28,7 +28,11 @@ from onecopy.memory.staging import Staging
 def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Staging) -> Transport:
     """The transport for tensors of ``device`` on ``group``, by the name of the backend that serves them there."""
     backend = _backend(group, device)
-    return DirectExchange(staging) if backend == "gloo" else NativeCalls(staging, device, averages=backend == "nccl")
+    return (
+        DirectExchange(staging)
+        if backend == "gloo"
+        else NativeCalls(staging, averages=backend == "nccl", device=device)
+    )
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:

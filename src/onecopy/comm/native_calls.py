@@ -7,6 +7,7 @@ behind `dist.all_gather_single`, `dist.reduce_scatter_single` and `dist.all_redu
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from onecopy.comm.outgoing import Outgoing, copy_slices
 from onecopy.comm.transport import Exchanged, Peers, through
 from onecopy.memory.staging import Staging
 from onecopy.observe.stalls import Stall
+
+_CPU: Final = torch.device("cpu")
 
 
 class DeviceWork:
@@ -44,11 +47,11 @@ class NativeCalls:
 
     Args:
         staging: buffers through which gradients pass.
-        device: where tensors are.
         averages: NCCL averages by itself, which keeps fp16 sums in range; others sum and leave the division to us.
+        device: where tensors are.
     """
 
-    def __init__(self, staging: Staging, device: torch.device, *, averages: bool) -> None:
+    def __init__(self, staging: Staging, *, averages: bool, device: torch.device = _CPU) -> None:
         self._staging = staging
         accelerator = torch.accelerator.current_accelerator()
         self._device = device if accelerator is not None and accelerator.type == device.type else None

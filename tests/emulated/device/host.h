@@ -56,8 +56,11 @@ inline std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& op
     else if (inputs[i].isTensorList())
       for (const Tensor& tensor : inputs[i].toTensorVector()) found.emplace_back(tensor, writes);
   }
-  for (auto& [tensor, _] : found)
+  for (auto& [tensor, _] : found) {
     if (is_ours(tensor)) return nullptr;
+    // A tensor subclass of Python's: the operations that it is made of come by themselves.
+    if (tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python)) return nullptr;
+  }
   for (auto& [tensor, writes] : found)
     if (tensor.defined() && tensor.has_storage() && tensor.numel() && tensor.device().is_cpu() && tensor.storage().data())
       touch_by_host(tensor, writes, operation.name());

@@ -93,8 +93,15 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if isinstance(found, SlicedTensor) or isinstance(inverse_scale, SlicedTensor):
         needs_whole(func, args, kwargs)
     _tell_written(gradients)
+    await_scale(found)
     func([t.local if isinstance(t, SlicedTensor) else t for t in gradients], found, inverse_scale)
     combine_overflow(gradients, found)
+
+
+def await_scale(found: Tensor) -> None:
+    """Where gradients are on the host, a device's scaler copies its scale and flag there, and does not wait."""
+    if found.is_cpu and torch.accelerator.current_accelerator() is not None:
+        torch.accelerator.current_stream().synchronize()
 
 
 def combine_overflow(gradients: Sequence[Tensor], found: Tensor) -> None:

@@ -19,7 +19,7 @@ from onecopy.memory.arena import Region
 from onecopy.memory.store.pages import Page
 from onecopy.sharding.tensor import checkpointable
 from onecopy.sharding.tensor.arriving import ArrivingBox
-from onecopy.sharding.tensor.lists import combine_overflow
+from onecopy.sharding.tensor.lists import await_scale, combine_overflow
 from onecopy.sharding.tensor.narrow import gradient_slice, written_elements
 from onecopy.sharding.tensor.pending import PendingGradient
 from onecopy.sharding.tensor.sliced import RULES, SlicedTensor, Slicing
@@ -187,6 +187,8 @@ def _in_groups(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Act on some rows of an operation's lists after the other."""
     num_rows = next(len(a) for a in args if isinstance(a, list | tuple) and any(isinstance(i, Tensor) for i in a))
     results: list[Any] = []
+    if func is _UNSCALE:
+        await_scale(args[1])
     for rows in _groups(num_rows, args, kwargs):
 
         def take(argument: Any, rows: range = rows) -> Any:
