@@ -146,7 +146,8 @@ def test_a_rank_that_dies_is_named_and_no_process_is_left() -> None:
         if rank == 1:
             raise MemoryError("on purpose")
         start = time.monotonic()
-        with pytest.raises(OnecopyError, match="rank 1"):
+        # A survivor that has been told ends too, and may be named beside the first.
+        with pytest.raises(OnecopyError, match=r"ranks? [\d, ]*\b1\b"):
             step(model, rank, 3)
         assert time.monotonic() - start < 5
 
