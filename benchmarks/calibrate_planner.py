@@ -6,6 +6,9 @@ The runs are those behind the Ultra-Scale Playbook's chart (Apache-2.0, see data
 parameters, s = 4096, nanotron, 1 to 64 nodes of 8 H100. Used are those that finished without pipeline parallelism; for
 time those without tensor parallelism too. Every second run is fitted, and the others are what the errors are taken
 from; the times of tensor-parallel runs are predicted without being fitted.
+
+Then the whole planner against speeds of FSDP that others published (llm-foundry, torchtitan): of these only the ratio
+of A100 to H100 was fitted (`Gpu.reach`), and nothing of H100's or torchtitan's.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ from typing import Any
 
 import numpy
 
+from onecopy.planner.answer.estimate import Estimate, Job, Option, estimate
 from onecopy.planner.formulas.calibrated import utilisation
 from onecopy.planner.formulas.memory import model_state_bytes
 from onecopy.planner.formulas.time import all_reduce_seconds, overlap, step_flops
 from onecopy.planner.machine.machine import GPUS, Machine
+from onecopy.planner.model.shape import Checkpointing, from_sizes
 
+PUBLISHED = Path(__file__).parent / "data" / "published_fsdp.csv"
 RUNS = Path(__file__).parent / "data" / "playbook_runs.csv"
 SEQUENCE = 4096
 
@@ -176,6 +182,32 @@ def fit_time(runs: Sequence[Run]) -> TimeConstants:
     return best
 
 
+def published() -> list[dict[str, str]]:
+    """Rows of published speeds, see data/README.md."""
+    return list(csv.DictReader(PUBLISHED.open()))
+
+
+def planned(row: dict[str, str]) -> Estimate:
+    """What the planner says of a published run: FSDP's full sharding is stage 3.
+
+    A100 nodes of llm-foundry have 200 Gbit/s a GPU; of the others 400 Gbit/s are taken.
+    """
+    layers, hidden, gpus = int(row["layers"]), int(row["hidden"]), int(row["gpus"])
+    # The MLP is made as wide as the parameters say, whatever the family.
+    wide = round((int(row["parameters"]) - 50_304 * hidden) / layers / hidden / 2 - 2 * hidden)
+    shape = from_sizes(layers, hidden, intermediate=wide)
+    job = Job(shape, int(row["seq"]), "bf16", "fused")
+    slow = row["source"] == "llm-foundry" and row["gpu"].startswith("a100")
+    machine = Machine(gpus, GPUS[row["gpu"]], max(1, gpus // 8), link=25e9 if slow else 50e9)
+    kind: Checkpointing = "units" if row["checkpointing"] == "units" else "off"
+    return estimate(job, machine, Option(3, int(row["micro_batch"]), int(row["accumulate"]), kind, "none", gpus))
+
+
+def speed_ratio(row: dict[str, str], found: Estimate) -> float:
+    """Planned over published tokens a second."""
+    return found.tokens_per_second / int(row["gpus"]) / float(row["tok_s_gpu"])
+
+
 def errors(runs: Sequence[Run], predict: Callable[[Run], float], truth: Callable[[Run], float]) -> list[float]:
     """Relative errors, sizes alone, in order."""
     return sorted(abs(predict(run) / truth(run) - 1) for run in runs)
@@ -229,6 +261,21 @@ def main() -> None:
         some = [run for run in runs if run.tensor == tensor]
         ratio = statistics.median(speed(run) / run.speed for run in some)
         print(f"  {tensor} ranks   {describe(errors(some, speed, lambda run: run.speed))}   median ratio {ratio:.2f}")
+    print_published()
+
+
+def print_published() -> None:
+    """The planner beside published speeds, by source and GPU."""
+    rows = published()
+    print("published speeds of FSDP, planned / published")
+    for source, gpu in dict.fromkeys((row["source"], row["gpu"]) for row in rows):
+        some = [row for row in rows if (row["source"], row["gpu"]) == (source, gpu)]
+        estimates = [planned(row) for row in some]
+        ratios = [speed_ratio(row, one) for row, one in zip(some, estimates, strict=True)]
+        fits = sum(one.fits for one in estimates)
+        found = describe(sorted(abs(ratio - 1) for ratio in ratios))
+        middle = statistics.median(ratios)
+        print(f"  {source:<12}{gpu:<9}{found}   median ratio {middle:.2f}   {fits} said to fit")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,17 @@ def test_the_issues_example() -> None:
     assert "runner-up" in done.stdout or "Nothing else fits" in done.stdout
 
 
+def test_what_was_assumed_of_the_machine_is_shown() -> None:
+    """Oracle: data sheets of an H100, and of an RTX 4090: 165 TFLOP/s of bf16."""
+    shown = _plan("1.3e9", "--gpus", 8, "--gpu-memory", "24GB").stdout
+    assert "assumed: H100 SXM 80 GB, 989 TFLOP/s" in shown
+    assert "warning: memory is 24.00 GB, but an H100 SXM 80 GB has 84.93 GB" in shown
+    own = _data("1.3e9", "--gpus", 8, "--gpu", "4090")
+    assert own["notes"] == ["assumed: RTX 4090, 165 TFLOP/s dense 16-bit, 200 Gbit/s to others of its node"]
+    faster = _data("1.3e9", "--gpus", 8, "--gpu", "4090", "--tflops", 330)
+    assert faster["machine"]["gpu"]["peak"] == 330e12
+
+
 def test_figure_1_from_the_command() -> None:
     """ZeRO Figure 1: stage 3 of 7.5B on 64 ranks holds 1.9 GB of model states."""
     data = _data("7.5e9", "--gpus", 64, "--nodes", 8, "--stage", 3, "--micro-batch", 1)
@@ -208,6 +219,8 @@ def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
         (["plan_models:example_inputs", "--gpus", "8"], "cannot be built: TypeError: "),
         (["plan_models:nothing_to_train", "--gpus", "8"], "Tanh has no parameters"),
         (["--layers", "4", "--hidden", "64", "--heads", "7", "--gpus", "8"], "heads must divide the hidden size of 64"),
+        (["7.5e9", "--gpus", "8", "--gpu-memory", "24"], "needs a unit; found '24', write 24GB"),
+        (["7.5e9", "--gpus", "8", "--tflops", "0"], "--tflops must be positive"),
         (["7.5e9", "--gpus", "8", "--gpu-memory", "0"], "above 0; found '0'"),
         (["7.5e9", "--gpus", "8", "--link", "0gbit"], "above 0; found '0gbit'"),
         (["7.5e9", "--gpus", "8", "--global-batch", "3"], "the smallest that can is 8"),

@@ -15,6 +15,8 @@ import pytest
 
 from places import ROOT
 
+pytest.importorskip("accelerate", reason="examples run with the extra 'integrations': accelerate is not installed")
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 LINES = 80

@@ -420,7 +420,7 @@ def test_the_plan_as_data() -> None:
         (parse_bytes, "24GB", 24e9),
         (parse_bytes, "24GiB", 24 * 2**30),
         (parse_bytes, "512MB", 512e6),
-        (parse_bytes, "1000", 1000),
+        (parse_bytes, "1000B", 1000),
         (parse_rate, "400gbit", 50e9),
         (parse_rate, "400Gbit/s", 50e9),
         (parse_rate, "450GB/s", 450e9),

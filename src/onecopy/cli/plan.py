@@ -47,7 +47,10 @@ def plan(
     optimizer: Annotated[str, _option("AdamW's implementation: foreach, fused, for-loop.", "TEXT", _MODEL)] = "foreach",
     gpus: Annotated[int | None, _option("On all nodes.", "INT", _MACHINE)] = None,
     nodes: Annotated[int, _option("Hosts.", "INT", _MACHINE)] = 1,
-    gpu: Annotated[str, _option("Kind: h100, a100, v100, l4, …", "TEXT", _MACHINE)] = "h100",
+    gpu: Annotated[str, _option("Kind: h100, a100, v100, rtx4090, mi300x, …", "TEXT", _MACHINE)] = "h100",
+    tflops: Annotated[
+        float | None, _option("Dense 16-bit, of one GPU; the kind's if not given.", "TFLOP/S", _MACHINE)
+    ] = None,
     gpu_memory: Annotated[
         str | None, _option("Of one GPU, like 24GB; the kind's if not given.", "SIZE", _MACHINE)
     ] = None,

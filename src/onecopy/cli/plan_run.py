@@ -21,6 +21,7 @@ from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
 from onecopy.planner.answer.redundancy import redundancy
 from onecopy.planner.answer.sweep import crossover, curves, parse_range, thresholds
 from onecopy.planner.answer.zero_r import CONFIGURATIONS, Configured, configure, paper
+from onecopy.planner.machine.doubts import assumed, doubts
 from onecopy.planner.machine.machine import Machine, gpu_of
 from onecopy.planner.model.shape import CHECKPOINTING, Shape, from_sizes
 from onecopy.planner.model.tensor import check_degree, degrees
@@ -48,6 +49,7 @@ class Request:
     gpus: int | None
     nodes: int
     gpu: str
+    tflops: float | None
     gpu_memory: str | None
     host_memory: str | None
     link: str
@@ -83,6 +85,7 @@ def run(request: Request) -> bool:
     shape = _shape(request)
     machine = _machine(request, console)
     job, wishes = _job(request, shape, machine, translation)
+    notes = _notes(request, machine, job.precision)
     configured = _configured(job, machine, wishes) if request.zero_r else []
     advice = advise(job, machine, wishes)
     swept = None
@@ -96,6 +99,7 @@ def run(request: Request) -> bool:
 
     if request.as_json:
         result: dict[str, Any] = as_dict(job, machine, advice)
+        result["notes"] = notes
         result["shard_call"] = shard_call(job, chosen) if advice.best else None
         result["config"] = config_toml(job, machine, chosen, _train_path(request)) if advice.best else None
         if translation is not None:
@@ -115,7 +119,7 @@ def run(request: Request) -> bool:
     else:
         if translation is not None:
             console.print(translation.text(), markup=False, highlight=False, soft_wrap=True)
-        tables.print_plan(console, job, machine, advice, request.rows)
+        tables.print_plan(console, job, machine, advice, request.rows, notes)
         if advice.best is not None:
             tables.print_paste(console, job, machine, advice.best, _train_path(request))
         if request.sweep and swept is not None:
@@ -174,14 +178,24 @@ def _machine(request: Request, console: Console) -> Machine:
         console.print(words, markup=False, highlight=False, soft_wrap=True)
         memory = parse_bytes(request.gpu_memory) if request.gpu_memory else found.gpu.memory
         return replace(found, gpu=found.gpu._replace(memory=memory), host_memory=host or found.host_memory)
+    if request.tflops is not None and request.tflops <= 0:
+        raise SettingsError(f"--tflops must be positive; found {request.tflops:g}")
     if request.gpus is None:
         raise SettingsError("--gpus is needed: how many there are on all nodes (or --here to read this machine)")
     gpu = gpu_of(
         request.gpu,
         memory=parse_bytes(request.gpu_memory) if request.gpu_memory else None,
         intra=parse_rate(request.intra) if request.intra else None,
+        peak=1e12 * request.tflops if request.tflops else None,
     )
     return Machine(request.gpus, gpu, request.nodes, parse_rate(request.link), host)
+
+
+def _notes(request: Request, machine: Machine, precision: str) -> list[str]:
+    """What the plan takes for granted of the machine, and what of it is doubtful; one that was read is not."""
+    if request.here:
+        return doubts(machine, machine.gpu, precision)
+    return [assumed(machine), *doubts(machine, gpu_of(request.gpu), precision)]
 
 
 def _job(request: Request, shape: Shape, machine: Machine, translation: Translation | None) -> tuple[Job, Wishes]:

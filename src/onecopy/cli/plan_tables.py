@@ -21,8 +21,14 @@ from onecopy.planner.quantities import count, gigabytes, rate, seconds
 from onecopy.stage import Stage
 
 
-def print_plan(console: Console, job: Job, machine: Machine, advice: Advice, rows: int) -> None:
-    """Options, the memory of the one to take, the advice."""
+def print_plan(
+    console: Console, job: Job, machine: Machine, advice: Advice, rows: int, notes: Sequence[str] = ()
+) -> None:
+    """Options, the memory of the one to take, the advice.
+
+    Args:
+        notes: lines on the machine.
+    """
     sequence = f", sequences of {job.sequence:,}" if job.shape.transformer else ""
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
     console.print(
@@ -30,6 +36,8 @@ def print_plan(console: Console, job: Job, machine: Machine, advice: Advice, row
         f"{sequence}, {machine.gpus} GPUs{nodes} of {gigabytes(machine.gpu.memory)}",
         soft_wrap=True,
     )
+    for note in notes:
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
     if job.shape.transformer is None and not any(unit.activations for unit in job.shape.units):
         console.print("activations are not known: the module has no example_inputs function to measure them with")
     first = [] if advice.best is None else [advice.best]

@@ -12,27 +12,33 @@ _NUMBER: Final = r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*"
 
 
 def parse_bytes(text: str) -> float:
-    """Bytes of "24GB" (1e9), "24GiB" (2^30) or a plain number.
+    """Bytes of "24GB" (1e9), "24GiB" (2^30) or "512B".
 
     Raises:
-        SettingsError: if it is none of these.
+        SettingsError: if it is none of these; a number without a unit is not.
     """
-    found = re.fullmatch(_NUMBER + r"([kmgt]i?)?b?", text.lower())
+    found = re.fullmatch(_NUMBER + r"([kmgt]i?)?(b)?", text.lower())
     if not found or (found[2] or "") not in _PREFIXES:
         raise SettingsError(f"a size must be written like 24GB, 24GiB or 512MB; found {text!r}")
-    return _positive(found[1], text) * _PREFIXES[found[2] or ""]
+    value = _positive(found[1], text)
+    if not (found[2] or found[3]):
+        raise SettingsError(f"a size needs a unit; found {text!r}, write {text}GB (1e9 bytes each) or {text}GiB")
+    return value * _PREFIXES[found[2] or ""]
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of "400gbit" (bits), "50GB/s" (bytes) or a plain number.
+    """Bytes a second of "400gbit" (bits) or "50GB/s" (bytes).
 
     Raises:
-        SettingsError: if it is none of these.
+        SettingsError: if it is none of these; a number without a unit is not.
     """
     found = re.fullmatch(_NUMBER + r"([kmgt]i?)?(bit|b)?(?:/s|ps)?", text.lower())
     if not found or (found[2] or "") not in _PREFIXES:
         raise SettingsError(f"a rate must be written like 400gbit or 50GB/s; found {text!r}")
-    return _positive(found[1], text) * _PREFIXES[found[2] or ""] / (8 if found[3] == "bit" else 1)
+    value = _positive(found[1], text)
+    if not (found[2] or found[3]):
+        raise SettingsError(f"a rate needs a unit; found {text!r}, write {text}gbit or {text}GB/s")
+    return value * _PREFIXES[found[2] or ""] / (8 if found[3] == "bit" else 1)
 
 
 def parse_count(text: str) -> float:

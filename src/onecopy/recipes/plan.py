@@ -16,7 +16,7 @@ from onecopy.planner.engine.simulate import describe_units
 from onecopy.planner.engine.step import step_bytes
 from onecopy.planner.formulas.activations import share_of_layer
 from onecopy.planner.formulas.traffic import step_elements
-from onecopy.planner.machine.machine import GPUS, Machine
+from onecopy.planner.machine.machine import Machine, gpu_named
 from onecopy.planner.model.schedule import Phase, Schedule, Sizes, Unit, padded_numels
 from onecopy.planner.model.shape import Checkpointing, Shape, Transformer, checkpointed, is_block, kept_bytes
 from onecopy.planner.model.tensor import cut
@@ -179,8 +179,7 @@ def _machine(world: World) -> Machine | None:
     """The GPUs that this runs on; None where their figures are not known."""
     if world.device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(world.device).lower().replace(" ", "")
-    known = next((gpu for key, gpu in GPUS.items() if key in name), None)
+    known = gpu_named(torch.cuda.get_device_name(world.device))
     if known is None:
         return None
     return Machine(world.size, known, nodes=max(1, world.size // torch.cuda.device_count()))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from onecopy.errors import SettingsError
-from onecopy.planner.answer.estimate import OFFLOADS, Estimate, Job, Option, describe_peak, estimate
+from onecopy.planner.answer.estimate import OFFLOADS, Estimate, Job, Option, describe_peak, estimate, least_bytes
 from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.shape import CHECKPOINTING, Checkpointing
 from onecopy.planner.model.tensor import check_degree, degrees
@@ -128,7 +128,7 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
         SettingsError: if the global batch cannot be split over the ranks.
     """
     wishes = wishes or Wishes()
-    found = [estimate(job, machine, option) for option in options(job, machine, wishes)]
+    found = [estimate(job, machine, option) for option in _worth_a_look(job, machine, options(job, machine, wishes))]
     room = (1 - MARGINS[wishes.preset]) * machine.gpu.memory
     fitting = [e for e in found if e.fits and e.peak <= room]
     ready = [e for e in fitting if e.available]
@@ -150,6 +150,19 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     if later is not None and later.available:
         later = None
     return Advice(found, best, _reason(best, found, runner_up, len(ready)), runner_up, [], later)
+
+
+def _worth_a_look(job: Job, machine: Machine, every: Iterable[Option]) -> list[Option]:
+    """Options that may fit; of each kind of which none may, the first, so that the table can say so."""
+    kept: list[Option] = []
+    too_large: dict[object, Option] = {}
+    for option in every:
+        if least_bytes(job, option) <= machine.gpu.memory:
+            kept.append(option)
+        else:
+            too_large.setdefault(option.kind, option)
+    seen = {option.kind for option in kept}
+    return kept + [option for kind, option in too_large.items() if kind not in seen]
 
 
 def _batches(ranks: int, wishes: Wishes) -> Iterator[tuple[int, int]]:
@@ -235,8 +248,14 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
 
     def attempt(words: str, job: Job, machine: Machine, wishes: Wishes) -> bool:
         try:
-            ready = [option for option in options(job, machine, wishes) if not option.missing]
+            ready = [
+                option
+                for option in options(job, machine, wishes)
+                if not option.missing and least_bytes(job, option) <= room
+            ]
         except SettingsError:
+            return False
+        if not ready:
             return False
         # More samples at once hold more, but for the gradients that one micro-batch a step does not keep: where none of
         # these fits, none does.

@@ -208,6 +208,19 @@ def _held(job: Job, option: Option) -> tuple[list[Unit], dict[Phase, Sizes]]:
     return units, peaks
 
 
+def least_bytes(job: Job, option: Option) -> float:
+    """Bytes that a device holds at the least when the optimizer steps: model states alone, in closed form.
+
+    A search leaves out at once what does not fit by this bound: `estimate` goes through every unit.
+    """
+    widths = job.widths
+    trained = sum(unit.parameters for unit in job.shape.units) / option.tensor / _slices(option)
+    each = float(3 * widths.master + widths.gradient)
+    if option.offload != "none":
+        each = 0.0 if option.offload.startswith("parameters") else float(widths.compute)
+    return with_overheads(each * trained)
+
+
 def local_units(job: Job, option: Option) -> list[Unit]:
     """The units as one rank holds them, with what they keep for backward."""
     sizes = job.shape.transformer
@@ -327,6 +340,10 @@ def step_seconds(
     # A 32-bit product takes twice the time of a 16-bit one at the least.
     compute = operations / machine.flops(sizes.hidden if sizes else None) * (2 if job.precision == "fp32" else 1)
     widths = job.widths
+    # Forward, a recomputation, and backward twice move every weight or its gradient, however few tokens there are.
+    passes = (4 if recompute else 3) * option.accumulate
+    moved = passes * widths.compute * sum(unit.all_parameters for unit in units)
+    compute += moved / machine.gpu.memory_bandwidth
     padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
     trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
     again = Stage.of(option.stage).shards_parameters

@@ -32,3 +32,24 @@ nanotron sends after backward, while onecopy sends during it; no GPU has measure
 def utilisation(hidden: int, base: float = UTILISATION, growth: float = GROWTH) -> float:
     """Share of the peak that computing reaches, more with wider layers: base · (hidden / 2048)^growth, 0.55 at most."""
     return float(min(0.55, base * (hidden / 2048) ** growth))
+
+
+H100_BALANCE: Final = 989e12 / 3.35e12
+"""Operations for each byte of memory traffic at which an H100's peak and memory are equally busy."""
+
+BALANCE: Final = 0.5
+"""How the share of the peak grows where memory is faster beside it, see `balance_factor`. An assumption between what
+the pair H100 and A100 80 GB says (0.6) and the pair A100 80 GB and 40 GB (0.25)."""
+
+
+def balance_factor(peak: float, memory_bandwidth: float) -> float:
+    """By how much the share of the peak exceeds an H100's: (its operations a byte / this GPU's)^`BALANCE`, 1.5 at most.
+
+    What is no matrix product waits for memory, so that a GPU with less peak beside as much bandwidth reaches more of
+    it. It stands where no runs of a kind are published.
+
+    Args:
+        peak: operations a second.
+        memory_bandwidth: bytes a second.
+    """
+    return float(min(1.5, (H100_BALANCE * memory_bandwidth / peak) ** BALANCE))

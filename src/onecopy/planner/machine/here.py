@@ -20,7 +20,7 @@ import torch
 from onecopy.errors import OffloadError, SettingsError
 from onecopy.memory.store.files import File
 from onecopy.observe.meter import process_memory
-from onecopy.planner.machine.machine import GPUS, Gpu, Machine
+from onecopy.planner.machine.machine import Gpu, Machine, gpu_named
 
 _PROBE_SECONDS: Final = 60
 _PROBE: Final = """
@@ -70,9 +70,17 @@ def look(gpus: int | None = None) -> tuple[Machine, str]:
         count = gpus or 2
         name, memory, device = f"CPU, {os.cpu_count()} cores", host / count, "cpu"
     intra = _link(device) if device == "cpu" or torch.cuda.device_count() > 1 else 25e9
-    known = next((gpu for key, gpu in GPUS.items() if key in name.lower().replace(" ", "")), None)
+    known = gpu_named(name)
     peak = known.peak if known else _flops(device, count)
-    gpu = Gpu(memory, peak, intra, known.memory_bandwidth if known else 10e9, known.host if known else 10e9)
+    gpu = Gpu(
+        memory,
+        peak,
+        intra,
+        known.memory_bandwidth if known else 10e9,
+        known.host if known else 10e9,
+        known.bf16 if known else True,
+        name,
+    )
     # What was measured is what is reached; nothing is to be taken off for efficiency again.
     machine = Machine(
         count,
