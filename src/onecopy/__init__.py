@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onecopy.integrations.deepspeed import from_deepspeed
     from onecopy.memory.store.offload import Offload
     from onecopy.observe.ledger import Entry, Ledger, Traffic
+    from onecopy.sharding.model.tiled import tiled
     from onecopy.sharding.setup.api import arena, ledger, meter, padded_numel, shard
     from onecopy.sharding.setup.averages import Ema, ema
     from onecopy.sharding.setup.profile import Profile, profile
@@ -61,6 +62,7 @@ __all__ = [
     "save",
     "save_pretrained",
     "shard",
+    "tiled",
 ]
 
 _HOMES = {
@@ -75,6 +77,7 @@ _HOMES = {
     "onecopy.observe.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.integrations.accelerate": ("from_accelerate",),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
+    "onecopy.sharding.model.tiled": ("tiled",),
     "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.tensor.precision": ("Precision",),
     "onecopy.sharding.setup.profile": ("Profile", "profile"),

@@ -9,13 +9,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.optim import AdamW
+
+# What every rank would otherwise import for itself.
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import onecopy
 from models import Stack, seeded, vector_batches
 from onecopy import Offload
 from onecopy.sharding.tensor.resting import RestingTensor
-from oracle import assert_same_weights, gathered_weights, part
+from oracle import assert_same_weights, gathered_weights, part, whole_weights
 from ranks import run_ranks
 
 
@@ -131,3 +135,39 @@ def test_a_load_holds_one_box_at_a_time(tmp_path: Path) -> None:
         return highest // (4 * width * width)
 
     assert run_ranks(1, run, group=False)[0] <= 6
+
+
+def test_weights_of_transformers_load_into_files_and_come_out_whole(tmp_path: Path) -> None:
+    """Oracles: the model that was saved by transformers; what `onecopy.gathered` shows."""
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+
+    def save(_: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(tmp_path / "saved")
+        return whole_weights(model)
+
+    def run(rank: int) -> None:
+        with torch.device("meta"):
+            model: Any = LlamaForCausalLM(config)
+        onecopy.shard(model, 3, offload=Offload(tmp_path / "states", tmp_path / "states"))
+        onecopy.load_pretrained(model, tmp_path / "saved")
+        assert_same_weights(gathered_weights(model), expected, atol=0)
+        tokens = torch.arange(8)[None] + rank
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        AdamW(model.parameters(), lr=1e-2).step()
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        found = gathered_weights(model)
+        assert not torch.equal(found["lm_head.weight"], expected["lm_head.weight"])
+        for name, weight in found.items():
+            assert torch.equal(whole[name], weight)
+
+    (expected,) = run_ranks(1, save, group=False)
+    run_ranks(2, run)

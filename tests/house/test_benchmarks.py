@@ -24,6 +24,7 @@ from markupsafe import escape
 import compare
 import ledger_cost
 import memory
+import offload
 import overhead
 import retake
 import scaling
@@ -329,3 +330,17 @@ def test_a_step_that_fails_or_hangs_is_named_and_ends(tmp_path: Path) -> None:
     assert "FAILED with 2" in retake.take(failing, tmp_path)
     assert "invalid choice" in (tmp_path / "broken.txt").read_text()
     assert "STOPPED" in retake.take(retake.Step("slow", "times", "scaling.py", limit=0.2), tmp_path)
+
+
+def test_the_offload_benchmark_moves_the_bytes_of_adam(tmp_path: Path) -> None:
+    """16 bytes a parameter are read and 12 written (ZeRO-Infinity's states with AdamW); nothing is left."""
+
+    def run(_: int) -> dict[str, float]:
+        return offload.compare(tmp_path, layers=4, optimizer="adamw-fused", rounds=2, per_unit=1)
+
+    (found,) = run_ranks(1, run, group=False)
+    parameters = 4 * offload.WIDTH**2
+    assert (found["read bytes"], found["written bytes"]) == (16 * parameters, 12 * parameters)
+    assert found["pool bytes"] <= 3 * 16 * offload.WIDTH**2
+    assert found["throughput"] > 0
+    assert list(tmp_path.iterdir()) == []

@@ -15,13 +15,16 @@ import torch
 from test_optimizers import ELEMENTWISE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
 from onecopy import Offload
+from onecopy.comm.dtensors import local_of
 from onecopy.errors import OffloadError, SettingsError, UsageError
 from onecopy.sharding.setup.api import engine_of
 from onecopy.sharding.tensor.resting import RestingTensor
@@ -519,3 +522,70 @@ def test_an_optimizer_that_raises_leaves_nothing_in_memory(tmp_path: Path) -> No
         train(model, SGD(model.parameters(), lr=0.1), vector_batches(1))
 
     run_ranks(1, run, group=False)
+
+
+# --- beside other things
+
+
+def test_tensor_parallel_parameters_rest_too(tmp_path: Path) -> None:
+    """With partitioned activation checkpoints (P_a) on the same ranks. Oracle: the same run without offload."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x.square().mean()
+
+    def run(rank: int) -> None:
+        for stage, parameters, activations in ((2, None, None), (3, tmp_path, onecopy.Activations())):
+            found = []
+            for offload in (None, Offload(tmp_path, parameters)):
+                mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+                model: Any = seeded(Wide)
+                for block in model.blocks:
+                    parallelize_module(block, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+                onecopy.shard(model, stage, mesh=mesh, offload=offload, activations=activations)
+                optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank // 2))
+                losses = []
+                for _ in range(3):
+                    loss = model(x)
+                    loss.backward()
+                    norm = clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses += [loss.item(), float(norm)]
+                with onecopy.gathered(model):
+                    weights = [local_of(p).detach().clone() for p in model.parameters()]
+                found.append((losses, weights))
+            (expected, weights), (moved, moved_weights) = found
+            assert moved == expected
+            assert all(torch.equal(a, b) for a, b in zip(weights, moved_weights, strict=True))
+
+    run_ranks(4, run)
+
+
+def test_worker_processes_of_a_data_loader_and_evaluation_come_in_between(tmp_path: Path) -> None:
+    """Workers are forked from the rank, and have its file's handle."""
+
+    def loop(model: nn.Module, rank: int) -> Any:
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(2):
+            for x, y in DataLoader(TensorDataset(*vector_batches(1)[0]), batch_size=4, num_workers=1):
+                loss = model(x, y)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(*vector_batches(1)[0]).item())
+            model.train()
+        return losses
+
+    run_ranks(1, lambda rank: _both(rank, tmp_path, loop, 3, True), group=False)

@@ -1,8 +1,8 @@
 """Finding units: which module scopes are gathered and released as one.
 
 The repeated blocks of a `ModuleList` or `Sequential` are units; of what is left, large modules (an embedding, a head)
-are units of their own, and the root takes the rest. A parameter that several units use (tied weights, a module in two
-blocks) goes to the innermost scope that contains them all.
+are units of their own, and so are the tiles of `onecopy.tiled`; the root takes the rest. A parameter that several
+units use (tied weights, a module in two blocks) goes to the innermost scope that contains them all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from onecopy.errors import SettingsError
 from onecopy.sharding.bucket.bucket import FoundParameter, Place
 from onecopy.sharding.model.shared import find_twins
+from onecopy.sharding.model.tiled import Tile
 
 SMALL_BYTES = 2**18
 """Parameters of a scope that are to be gathered together and hold less are not worth a message of their own."""
@@ -60,6 +61,7 @@ def find_scopes(model: nn.Module, units: Units) -> list[str]:
                     f"own; name the modules in it."
                 )
             chosen |= found
+    chosen |= {name for name, module in modules.items() if isinstance(module, Tile)}
     return ["", *(name for name in modules if name in chosen and name)]
 
 
