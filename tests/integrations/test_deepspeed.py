@@ -86,13 +86,18 @@ def ddp_loop(steps: int = 4) -> list[float]:
     return found
 
 
-def test_losses_norms_and_rates_are_ddps_at_every_stage() -> None:
+def test_losses_norms_and_rates_are_ddps_at_every_stage(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 5}
+    offloads = {2: {"offload_optimizer": {"device": "cpu", "pin_memory": True}}, 3: {"offload_param": nvme}}
+
     def run(rank: int) -> list[list[float]]:
         found = [ddp_loop()]
-        for stage in range(4):
-            engine, optimizer, loader, scheduler = deepspeed.initialize(
-                model=seeded(TinyGPT), config=with_stage(stage, steps_per_print=2)
-            )
+        for stage, offload in [*((stage, {}) for stage in range(4)), *offloads.items()]:
+            config = with_stage(stage, steps_per_print=2)
+            config["zero_optimization"] = {**config["zero_optimization"], **offload}
+            engine, optimizer, loader, scheduler = deepspeed.initialize(model=seeded(TinyGPT), config=config)
+            if offload and stage == 3:
+                assert sum(onecopy.meter(engine.module).off_device.values()) > 0
             assert (optimizer, scheduler, loader) == (engine.optimizer, engine.lr_scheduler, None)
             assert engine.train_batch_size() == 12
             found.append(train(engine))
@@ -349,8 +354,9 @@ def test_optimizers_have_deepspeeds_defaults() -> None:
     [
         ({"gradient_cliping": 1.0}, "did you mean gradient_clipping"),
         ({"zero_optimization": {"stagee": 1}}, "did you mean zero_optimization.stage?"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "stay on the device"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "stay on the device"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "gpu"}}}, "must be none, cpu or nvme"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "give nvme_path"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "needs stage 3"),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "second copy"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "quantised"),
         ({"flops_profiler": {"enabled": True}}, "a tool of DeepSpeed's own"),
@@ -384,6 +390,7 @@ def test_every_known_key_is_done_makes_no_difference_or_is_refused() -> None:
         "train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.3, "zero_optimization.stage": 1, "zero_optimization.mics_shard_size": 2,
         "zero_optimization.zero_hpz_partition_size": 8,
+        "zero_optimization.offload_optimizer": {"device": "cpu"}, "zero_optimization.offload_param": {"device": "cpu"},
         "communication_data_type": "bf16", "data_types.grad_accum_dtype": "bf16", "steps_per_print": 5,
         "optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}, "fp16.auto_cast": True,
         "zero_optimization.stage3_prefetch_bucket_size": 0,

@@ -71,8 +71,13 @@ def both(program: Callable[[Library], Any], ranks: int = 2) -> list[tuple[Any, A
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"reshard_after_forward": False}, {"reshard_after_forward": True}],
-    ids=["defaults", "kept", "resharded"],
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": True},
+        {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False)},
+    ],
+    ids=["defaults", "kept", "resharded", "offloaded"],
 )
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_losses_and_norms(settings: dict[str, Any], accumulate: int) -> None:
@@ -246,7 +251,7 @@ def test_one_call_on_the_whole_model_and_ignored_parameters() -> None:
 def test_what_onecopy_does_not_do_is_said() -> None:
     def check(rank: int) -> None:
         for settings, message in (
-            ({"offload_policy": fsdp2.CPUOffloadPolicy()}, "does not have yet"),
+            ({"offload_policy": object()}, "a CPUOffloadPolicy; found object"),
             ({"reshard_after_forward": 2}, "fewer ranks"),
             ({"shard_placement_fn": lambda parameter: None}, "shard_placement_fn"),
             (

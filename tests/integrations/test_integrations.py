@@ -13,6 +13,7 @@ import onecopy
 from models import Block, TinyGPT
 from onecopy.errors import SettingsError
 from onecopy.integrations.accelerate import from_accelerate
+from onecopy.stage import Stage
 
 HUGGING_FACE_ZERO_3 = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000},
@@ -56,7 +57,8 @@ def test_auto_sizes_are_hugging_faces() -> None:
 
 def test_settings_become_shards_arguments() -> None:
     found = onecopy.from_deepspeed(HUGGING_FACE_ZERO_3)
-    assert found.arguments == {"stage": 3, "precision": "bf16", "accumulate": 1, "prefetch": 1, "units": "auto"}
+    expected = {"stage": 3, "precision": "bf16", "accumulate": 1, "prefetch": 1, "units": "auto"}
+    assert found.arguments == expected | {"offload": onecopy.Offload(optimizer="cpu")}
     assert found.micro_batch == 4
     assert found.clip_norm == 0.5
     assert found.optimizer == {"type": "AdamW", "lr": "auto", "betas": "auto"}
@@ -77,12 +79,11 @@ def test_every_key_without_effect_is_listed_with_a_reason() -> None:
     ignored = {one.key: one.why for one in found.ignored}
     used = {
         *("bf16.enabled", "zero_optimization.stage", "train_micro_batch_size_per_gpu"),
-        "zero_optimization.offload_param",
+        *("zero_optimization.offload_param", "zero_optimization.offload_optimizer"),
     }
     assert set(ignored) == _leaves(HUGGING_FACE_ZERO_3) - used
     assert all(ignored.values())
     assert "not a key" in ignored["made_up"]
-    assert "does not have this yet" in ignored["zero_optimization.offload_optimizer"]
     assert "ignored: made_up" in found.text()
 
 
@@ -102,6 +103,35 @@ def test_a_file_is_read_and_wrong_values_are_named(tmp_path: Path) -> None:
     file.write_text("{")
     with pytest.raises(SettingsError, match="cannot read"):
         onecopy.from_deepspeed(file)
+
+
+@pytest.mark.parametrize(
+    "stage, optimizer, parameters, expected",
+    [
+        (1, "cpu", None, onecopy.Offload("cpu")),
+        (3, "/nvme", "cpu", onecopy.Offload("/nvme", "cpu")),
+        (3, "/nvme", "/other", onecopy.Offload("/nvme", "/other")),
+        # Masters are larger than what is gathered, and go with it.
+        (3, None, "/nvme", onecopy.Offload("/nvme", "/nvme")),
+        (3, "cpu", "/nvme", onecopy.Offload("/nvme", "/nvme")),
+        (2, None, None, None),
+    ],
+)
+def test_deepspeeds_offload_says_where_states_rest(
+    stage: int, optimizer: str | None, parameters: str | None, expected: onecopy.Offload | None
+) -> None:
+    """Oracle: DeepSpeed's documentation: `device` is none, cpu or nvme, and nvme lies at `nvme_path`."""
+
+    def section(place: str | None) -> dict[str, object]:
+        if place is None or place == "cpu":
+            return {"device": place or "none"}
+        return {"device": "nvme", "nvme_path": place, "pin_memory": True, "buffer_count": 5}
+
+    zero = {"stage": stage, "offload_optimizer": section(optimizer), "offload_param": section(parameters)}
+    found = onecopy.from_deepspeed({"zero_optimization": zero})
+    assert found.arguments.get("offload") == expected
+    if expected is not None:
+        expected.check(Stage.of(stage))
 
 
 # --- Accelerate
@@ -131,9 +161,10 @@ def test_accelerates_yaml(tmp_path: Path) -> None:
     model = TinyGPT()
     found = from_accelerate(file, model)
     blocks = [name for name, module in model.named_modules() if isinstance(module, Block)]
-    assert found.arguments == {"stage": 3, "precision": "bf16", "accumulate": 4, "prefetch": 1, "units": blocks}
+    expected = {"stage": 3, "precision": "bf16", "accumulate": 4, "prefetch": 1, "units": blocks}
+    assert found.arguments == expected | {"offload": onecopy.Offload(optimizer="cpu", parameters="cpu")}
     ignored = {one.key: one.why for one in found.ignored}
-    assert "does not have this yet" in ignored["fsdp_config.fsdp_offload_params"]
+    assert "fsdp_config.fsdp_offload_params" not in ignored
     assert "not a key" in ignored["fsdp_config.fsdp_made_up"]
     assert "fsdp_config.fsdp_reshard_after_forward" not in ignored
     onecopy.shard(model, **found.arguments)

@@ -5,7 +5,8 @@
 
 A call marks a module as a unit. The outermost marked module is sharded when its parameters are first asked for, which
 is where an optimizer is made, or when it first computes. As in FSDP2 a marked module's class gains `FSDPModule`.
-`reshard_after_forward=False` on every unit is stage 2, anything else stage 3.
+`reshard_after_forward=False` on every unit is stage 2, anything else stage 3. Under `CPUOffloadPolicy` masters,
+optimizer states and gradients rest in host memory, and at stage 3 parameters too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from onecopy.errors import SettingsError, UsageError
 from onecopy.integrations.redirect import through_forward
+from onecopy.memory.store.offload import Offload
 from onecopy.sharding.engine.engine import find_engine
 from onecopy.sharding.graph.tensors import Edits, replace_tensors
 from onecopy.sharding.setup.api import shard
@@ -51,6 +53,7 @@ class _Call:
     mesh: DeviceMesh | None
     reshard: bool | None
     policy: MixedPrecisionPolicy
+    offloads: bool
     ignored: frozenset[nn.Parameter]
     outer: weakref.ref[nn.Module] | None = None
     sharded: bool = False
@@ -74,14 +77,14 @@ def fully_shard(
         module: in place.
         mesh: of one axis, or of two: replicate and shard, whatever their names. None: all ranks.
         reshard_after_forward: False keeps parameters whole until the step.
-        mp_policy: must be the same for all units of a model.
+        mp_policy, offload_policy: must be the same for all units of a model.
         ignored_params: parameters that stay plain.
 
     Returns:
         ``module``.
 
     Raises:
-        SettingsError: for what onecopy does not do: offload, resharding to fewer ranks, placements of one's own,
+        SettingsError: for what onecopy does not do: policies and placements of one's own, resharding to fewer ranks,
             inputs that are not cast.
         UsageError: if a part of the model computed or gave its parameters away before the whole was marked.
     """
@@ -94,10 +97,10 @@ def fully_shard(
         raise SettingsError(
             "shard_placement_fn= has no place here: slices are equal runs of a unit's elements; leave it out"
         )
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+    if offload_policy is not None and type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
         raise SettingsError(
-            f"offload_policy={type(offload_policy).__name__} keeps slices on the host, which onecopy does not have "
-            f"yet: leave it out"
+            f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy; found {type(offload_policy).__name__}. "
+            f"onecopy.Offload, which onecopy.shard takes, knows directories too"
         )
     policy = mp_policy or MixedPrecisionPolicy()
     if policy.param_dtype is not None and not policy.cast_forward_inputs:
@@ -105,7 +108,8 @@ def fully_shard(
             "mp_policy has cast_forward_inputs=False, but onecopy casts the inputs of every unit under param_dtype: "
             "cast them inside the unit's forward where they are to be wider"
         )
-    call = _Call(mesh, reshard_after_forward, policy, frozenset(ignored_params or ()))
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    call = _Call(mesh, reshard_after_forward, policy, offloads, frozenset(ignored_params or ()))
     for one in module if isinstance(module, list) else [module]:
         _mark(one, call)
     return module
@@ -118,7 +122,7 @@ def _mark(module: nn.Module, call: _Call) -> None:
                 f"{name or type(module).__name__!r} is sharded already, since it computed or its parameters were asked "
                 f"for: call fully_shard on all modules first, the whole model last"
             )
-    own = _Call(call.mesh, call.reshard, call.policy, call.ignored)
+    own = _Call(call.mesh, call.reshard, call.policy, call.offloads, call.ignored)
     module.__dict__[_CALL] = own
     for part in module.modules():
         inner = part.__dict__.get(_CALL)
@@ -166,6 +170,8 @@ def _shard(root: nn.Module) -> None:
     for call in calls:
         if _dtypes(call.policy) != _dtypes(own.policy):
             raise SettingsError(f"all units of a model must have one mp_policy; found {call.policy} and {own.policy}")
+        if call.offloads != own.offloads:
+            raise SettingsError("all units of a model must have one offload_policy; found one with and one without it")
         if call.mesh != own.mesh:
             raise SettingsError(f"all units of a model must have one mesh; found {call.mesh} and {own.mesh}")
     kept = all(call.reshard is False for call in calls or [own])
@@ -186,6 +192,7 @@ def _shard(root: nn.Module) -> None:
         mesh=_named(own.mesh),
         units=inner or "auto",
         precision=precision,
+        offload=Offload("cpu", None if kept else "cpu") if own.offloads else None,
         ignored=list(ignored),
     )
 

@@ -44,6 +44,7 @@ def from_deepspeed(config: str | Path | Mapping[str, Any], model: Any = None) ->
         if values.get("zero_optimization", {}).get(name) == AUTO and (hidden := hidden_size(model)) is not None:
             translation.resolved[f"zero_optimization.{name}"] = formula(hidden)
     _check_batches(translation)
+    _check_offload(translation)
     return translation
 
 
@@ -124,8 +125,26 @@ def _prefetch(found: Translation, value: Any) -> str | None:
 
 
 def _offload(what: str, found: Translation, value: Any) -> str | None:
-    device = value.get("device", "none") if isinstance(value, Mapping) else "cpu" if value else "none"
-    return None if device in ("none", None) else f"{what} stay on the device: {_NOT_YET}"
+    settings = value if isinstance(value, Mapping) else {"device": "cpu" if value else "none"}
+    device = settings.get("device", "none")
+    if device in ("none", None):
+        return None
+    if device not in ("cpu", "nvme"):
+        raise SettingsError(f"the device to which {what} are offloaded must be none, cpu or nvme; found {device!r}")
+    if device == "nvme" and not settings.get("nvme_path"):
+        raise SettingsError(f"{what} are offloaded to nvme: give nvme_path, the directory on it")
+    found.rests[what] = "cpu" if device == "cpu" else str(settings["nvme_path"])
+    return None
+
+
+def _check_offload(found: Translation) -> None:
+    stage = Stage.of(found.stage)
+    for what, works in (("optimizer", stage.shards_optimizer), ("parameters", stage.shards_parameters)):
+        if what in found.rests and not works:
+            raise SettingsError(
+                f"offloading {what} needs stage {1 if what == 'optimizer' else 3} or more; the config has stage "
+                f"{found.stage}"
+            )
 
 
 def _optimizer(found: Translation, value: Any) -> str | None:
@@ -176,9 +195,9 @@ _ZERO: Final[dict[str, Rule]] = {
     "legacy_stage1": "there is one engine for all stages",
     "memory_efficient_linear": "modules are left as they are",
     "use_multi_rank_bucket_allreduce": _UNITS,
-    "offload_optimizer": partial(_offload, "optimizer states"),
+    "offload_optimizer": partial(_offload, "optimizer"),
     "offload_param": partial(_offload, "parameters"),
-    "cpu_offload": partial(_offload, "optimizer states"),
+    "cpu_offload": partial(_offload, "optimizer"),
     "cpu_offload_params": partial(_offload, "parameters"),
     "mics_shard_size": _mics,
     "mics_hierarchical_params_gather": "gathers stay within the shard axis",
@@ -219,7 +238,7 @@ _RULES: Final[dict[str, Rule]] = {
     "sparse_gradients": "sparse gradients are made dense",
     "communication_data_type": "gradients travel in the compute dtype; onecopy.Precision(reduce=) changes it",
     "data_types.grad_accum_dtype": 'gradients are summed in fp32; precision="bf16-lean" holds them in bf16',
-    "aio": "nothing is read from or written to NVMe",
+    "aio": "files are read and written by four threads in pieces of 4 MiB",
     **dict.fromkeys(
         (
             "steps_per_print",

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onecopy.errors import SettingsError
+from onecopy.memory.store.offload import HOST, Offload
+from onecopy.stage import Stage
 
 AUTO = "auto"
 
@@ -42,6 +44,7 @@ class Translation:
         units: names of modules, or "auto".
         shard: ranks that share slices when not all do; None for all.
         checkpointing: whether activations are to be checkpointed.
+        rests: where optimizer states ("optimizer") and parameters ("parameters") are to rest: "cpu" or a directory.
         clip_norm: for `torch.nn.utils.clip_grad_norm_` in the loop.
         optimizer: name and arguments of the optimizer, if the file makes one.
         resolved: values that were "auto", and what they became.
@@ -57,6 +60,7 @@ class Translation:
     units: str | list[str] = "auto"
     shard: int | None = None
     checkpointing: bool = False
+    rests: dict[str, str] = field(default_factory=dict)
     clip_norm: float | None = None
     optimizer: dict[str, Any] | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -65,13 +69,27 @@ class Translation:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for `onecopy.shard`; a mesh for ``shard`` is the caller's to make."""
-        return {
+        found: dict[str, Any] = {
             "stage": self.stage,
             "precision": self.precision,
             "accumulate": self.accumulate or 1,
             "prefetch": self.prefetch,
             "units": self.units,
         }
+        return found | ({"offload": self.offload} if self.offload is not None else {})
+
+    @property
+    def offload(self) -> Offload | None:
+        """Where states rest, for `onecopy.shard`. Masters, which are larger, go at least as far as parameters do.
+
+        Parameters stay on the device below stage 3, and everything does at stage 0.
+        """
+        stage = Stage.of(self.stage)
+        optimizer = self.rests.get("optimizer")
+        parameters = self.rests.get("parameters") if stage.shards_parameters else None
+        if parameters is not None and optimizer in (None, HOST):
+            optimizer = parameters
+        return None if optimizer is None or not stage.shards_optimizer else Offload(optimizer, parameters)
 
     def text(self) -> str:
         """Everything, one line each."""

@@ -18,6 +18,7 @@ from torch import nn
 from onecopy.errors import SettingsError
 from onecopy.integrations.deepspeed import KEYS, from_deepspeed, read_settings
 from onecopy.integrations.translation import AUTO, UNKNOWN
+from onecopy.memory.store.offload import Offload
 from onecopy.sharding.tensor.precision import Precision
 
 _DONE: Final = (
@@ -63,6 +64,7 @@ _NO_DIFFERENCE: Final = {
     "gradient_predivide_factor",
     "sparse_gradients",
     "activation_checkpointing",
+    "aio",
 }
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -110,6 +112,7 @@ class Config:
         prefetch: units gathered ahead.
         print_every: steps; 0 never.
         gathers_on_save: whether a 16-bit save is allowed at stage 3.
+        offload: where states rest, None on the device.
     """
 
     stage: int
@@ -126,6 +129,7 @@ class Config:
     prefetch: int
     print_every: int
     gathers_on_save: bool
+    offload: Offload | None
 
 
 def read_config(config: str | Path | Mapping[str, Any], model: nn.Module | None, ranks: int) -> Config:
@@ -171,6 +175,7 @@ def read_config(config: str | Path | Mapping[str, Any], model: nn.Module | None,
             zero.get("stage3_gather_16bit_weights_on_model_save")
             or zero.get("stage3_gather_fp16_weights_on_model_save")
         ),
+        offload=found.offload,
     )
 
 

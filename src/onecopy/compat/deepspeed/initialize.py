@@ -109,6 +109,7 @@ def initialize(
         precision=settings.precision,
         accumulate=settings.accumulate,
         prefetch=settings.prefetch,
+        offload=settings.offload,
         optimizer=own,
     )
     scheduler = scheduler_of(own) if scheduler_of is not None and own is not None else None

@@ -98,7 +98,10 @@ def _backward_prefetch(found: Translation, value: Any) -> str | None:
 
 
 def _offload(found: Translation, value: Any) -> str | None:
-    return "parameters stay on the device: onecopy does not have this yet" if value else None
+    if value:
+        # FSDP moves all model states.
+        found.rests = {"optimizer": "cpu", "parameters": "cpu"}
+    return None
 
 
 def _checkpointing(found: Translation, value: Any) -> str | None:
