@@ -17,7 +17,7 @@ import onecopy as package
 from commands import command
 from models import TinyGPT, seeded
 from onecopy.checkpoint.export import export
-from onecopy.errors import SettingsError
+from onecopy.errors import CheckpointError
 from ranks import run_ranks
 from train_runs import TINY, long_run, read_run, wait_until
 
@@ -90,7 +90,7 @@ def test_an_export_onto_a_full_disk_is_one_message_and_leaves_nothing(saved: Pat
 
     def run(rank: int) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))
-        with pytest.raises(SettingsError) as caught:
+        with pytest.raises(CheckpointError) as caught:
             export(saved, tmp_path / "new")
         return str(caught.value)
 

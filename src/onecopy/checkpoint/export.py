@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import BinaryIO, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,7 +25,7 @@ from onecopy.checkpoint.load import Whole, on_newest, read_tensors
 from onecopy.checkpoint.manifest import Manifest
 from onecopy.checkpoint.save_pretrained import FILE_BYTES, with_dtype
 from onecopy.checkpoint.storage import Reader
-from onecopy.checkpoint.weights_out import write_weights
+from onecopy.checkpoint.weights_out import on_disk, write_weights
 from onecopy.checkpoint.writing import ASSET
 from onecopy.comm.mesh import Axis
 from onecopy.errors import CheckpointError, DamagedCheckpointError, OnecopyError, SettingsError
@@ -36,8 +36,6 @@ from onecopy.untrusted import Refused, open_plain, plain_name, read_json
 
 DTYPES: Final = {"saved": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,9 @@ def export(
         assets: files to add, or to put in place of those that were saved: config.json, a tokenizer's.
 
     Raises:
-        SettingsError: if ``out`` cannot be written, or ``dtype`` is none that transformers loads.
-        CheckpointError: if there is no whole checkpoint, or it holds the trainable parameters alone.
+        SettingsError: if ``out`` is not free, or ``dtype`` is none that transformers loads.
+        CheckpointError: if ``out`` cannot be written, if there is no whole checkpoint, or if it holds the trainable
+            parameters alone.
     """
     if dtype is not None and dtype not in _NAMES:
         expected = ", ".join(f"torch.{name}" for name in _NAMES.values())
@@ -128,9 +127,9 @@ def _export(
         return {file.name: file.stat().st_size for file in sorted(target.iterdir())}
 
     try:
-        group.on_first("exporting", lambda: _on_disk(target, lambda: _begin(making)))
+        group.on_first("exporting", lambda: on_disk(target, lambda: _begin(making)))
         write_weights(_Saved(found.reader, whole, dtypes, group), making, group=group, file_bytes=file_bytes)
-        files = group.on_first("exporting", lambda: _on_disk(target, complete))
+        files = group.on_first("exporting", lambda: on_disk(target, complete))
     except OnecopyError:
         if group.rank == 0:
             shutil.rmtree(making, ignore_errors=True)
@@ -147,13 +146,6 @@ def _begin(making: Path) -> None:
     if os.path.lexists(making):
         remove(making)
     making.mkdir(parents=True)
-
-
-def _on_disk(target: Path, do: Callable[[], T]) -> T:
-    try:
-        return do()
-    except OSError as error:
-        raise SettingsError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
 
 
 def _kept(checkpoint: Path, manifest: Manifest) -> dict[str, Callable[[], BinaryIO]]:

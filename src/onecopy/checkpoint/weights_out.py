@@ -19,16 +19,18 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from onecopy.checkpoint.group import Group
-from onecopy.errors import OnecopyError, UsageError
+from onecopy.errors import CheckpointError, OnecopyError, UsageError
+
+T = TypeVar("T")
 
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -129,15 +131,27 @@ def write_weights(
                 else:
                     _write(source, file, None, together)
 
-        group.together("writing weights", write)
+        group.together("writing weights", lambda: on_disk(directory, write))
         index = _index(files, source.tensors)
-        group.on_first("writing weights", lambda: _complete(directory, hidden, index, stem))
+        group.on_first("writing weights", lambda: on_disk(directory, lambda: _complete(directory, hidden, index, stem)))
     except OnecopyError:
         if group.rank == 0:
             for path in hidden.values():
                 path.unlink(missing_ok=True)
         raise
     return {file.name: file.size for file in files} | ({f"{stem}.safetensors.index.json": len(index)} if index else {})
+
+
+def on_disk(target: Path, do: Callable[[], T]) -> T:
+    """What ``do`` returns, which writes to ``target``.
+
+    Raises:
+        CheckpointError: if the system does not let it.
+    """
+    try:
+        return do()
+    except OSError as error:
+        raise CheckpointError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
 
 
 def _lay_out(tensors: Mapping[str, Tensor], file_bytes: int, stem: str) -> list[_File]:
@@ -190,7 +204,7 @@ def _begin(group: Group, directory: Path, files: Sequence[_File], hidden: Mappin
                     return f"its file system cannot write into the middle of a file ({error.strerror})"
         return None
 
-    why = group.on_first("writing weights", make)
+    why = group.on_first("writing weights", lambda: on_disk(directory, make))
 
     def sees() -> bool:
         return all(
