@@ -225,9 +225,7 @@ def test_a_long_wait_is_logged_once_with_what_and_whom_it_waits_for(
 def test_ranks_that_gather_apart_by_collectives_are_told(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks cannot fetch, a gather pairs with whatever the others gather: of equal size, without a word."""
     monkeypatch.setattr(mesh, "exchanges_directly", lambda group: False)
-    monkeypatch.setattr(
-        mesh, "transport_for", lambda group, device, staging: NativeCalls(staging, device, averages=False)
-    )
+    monkeypatch.setattr(mesh, "transport_for", lambda group, device, staging: NativeCalls(staging, averages=False))
 
     class Swapped(Stack):
         def forward(self, x: Tensor, y: Tensor, route: list[int]) -> Tensor:  # type: ignore[override]

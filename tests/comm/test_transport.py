@@ -56,9 +56,7 @@ def _data(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def _collectives(rank: int, make: str, dtype: torch.dtype, limit: int) -> dict[str, Tensor]:
     staging = Staging(limit)
-    transport: Transport = (
-        NativeCalls(staging, torch.device("cpu"), averages=False) if make == "native" else DirectExchange(staging)
-    )
+    transport: Transport = NativeCalls(staging, averages=False) if make == "native" else DirectExchange(staging)
     peers = _peers(near=make == "memory")
     assert bool(peers.neighbours.mailboxes) == (make == "memory")
     size, numel = peers.size, 240
