@@ -49,7 +49,7 @@ def test_the_issues_example() -> None:
     )
     for expected in (
         "7.5 B parameters",
-        "optimizer temporaries",
+        "optimizer",
         "tokens/s",
         "onecopy.shard(model, stage=",
         "[parallel]",

@@ -252,7 +252,7 @@ def test_offloading_moves_bytes_to_the_host() -> None:
 
 
 def test_every_phase_has_every_category() -> None:
-    found = estimate(JOB, EIGHT, Option(3, 1, 1, "off", "none", 8))
+    found = estimate(replace(JOB, implementation="foreach"), EIGHT, Option(3, 1, 1, "off", "none", 8))
     assert list(found.peaks) == ["load", "forward", "backward", "step", "save"]
     assert all(set(sizes) == set(CATEGORIES) for sizes in found.peaks.values())
     assert found.peaks["step"]["optimizer_temporaries"] == pytest.approx(4 * 7.5e9 / 8, rel=0.001)

@@ -44,7 +44,7 @@ def plan(
         _option("Ranks of a node that share each sample and block; 1, 2, 4, ... searched if not given.", "INT", _MODEL),
     ] = None,
     precision: Annotated[str, _option("bf16, bf16-lean, fp16 or fp32.", "TEXT", _MODEL)] = "bf16",
-    optimizer: Annotated[str, _option("AdamW's implementation: foreach, fused, for-loop.", "TEXT", _MODEL)] = "foreach",
+    optimizer: Annotated[str, _option("AdamW's implementation: fused, foreach, for-loop.", "TEXT", _MODEL)] = "fused",
     gpus: Annotated[int | None, _option("On all nodes.", "INT", _MACHINE)] = None,
     nodes: Annotated[int, _option("Hosts.", "INT", _MACHINE)] = 1,
     gpu: Annotated[str, _option("Kind: h100, a100, v100, rtx4090, mi300x, …", "TEXT", _MACHINE)] = "h100",

@@ -201,7 +201,7 @@ def _notes(request: Request, machine: Machine, precision: str) -> list[str]:
 def _job(request: Request, shape: Shape, machine: Machine, translation: Translation | None) -> tuple[Job, Wishes]:
     preset: Preset = _one_of("preset", request.preset, get_args(Preset))
     precision = _one_of("precision", request.precision, ("bf16", "bf16-lean", "fp16", "fp32"))
-    optimizer = _one_of("optimizer", request.optimizer, ("foreach", "fused", "for-loop"))
+    optimizer = _one_of("optimizer", request.optimizer, ("fused", "foreach", "for-loop"))
     checkpointing = request.checkpointing and _one_of("checkpointing", request.checkpointing, CHECKPOINTING)
     for name, value in (
         ("seq", request.seq),

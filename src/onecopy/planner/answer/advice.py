@@ -239,6 +239,18 @@ def _why_nothing(found: Sequence[Estimate], room: float) -> str:
     )
 
 
+_NODE: Final = 8
+"""GPUs of a node, as most are built."""
+
+
+def _grown(machine: Machine, times: int) -> Machine:
+    """The machine with so many times the GPUs: nodes are filled up to `_NODE` before there are more of them."""
+    gpus, nodes = machine.gpus * times, machine.nodes
+    while gpus / nodes > max(_NODE, machine.per_node) or gpus % nodes:
+        nodes += 1
+    return replace(machine, gpus=gpus, nodes=nodes)
+
+
 def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estimate]) -> list[Remedy]:
     """What would make it fit, the smallest change first; each is tried and not guessed."""
     room = (1 - MARGINS[wishes.preset]) * machine.gpu.memory
@@ -267,8 +279,15 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
             remedies.append(Remedy(f"{words}: {best.option.words()}", best, available=True))
         return bool(fitting)
 
+    fused, lean = replace(job, implementation="fused"), replace(job, precision="bf16-lean")
+    if job.implementation != "fused":
+        attempt("AdamW fused", fused, machine, wishes)
     if wishes.checkpointing == "off":
         attempt("checkpoint activations", job, machine, replace(wishes, checkpointing="units"))
+    if job.precision == "bf16":
+        attempt("bf16-lean, whose gradients are summed in bf16", lean, machine, wishes)
+        if job.implementation != "fused":
+            attempt("bf16-lean and AdamW fused", replace(lean, implementation="fused"), machine, wishes)
     if wishes.stage is not None and wishes.stage < 3:
         attempt("raise the stage", job, machine, replace(wishes, stage=3))
     if wishes.tensor == 1:
@@ -283,9 +302,10 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
         ):
             break
     for times in (2, 4, 8, 16, 32, 64):
-        more = replace(machine, gpus=machine.gpus * times, nodes=machine.nodes * times)
+        more = _grown(machine, times)
         batch = None if wishes.global_batch is None else wishes.global_batch * times
-        if attempt(f"{more.gpus} GPUs, on {more.nodes} nodes", job, more, replace(wishes, global_batch=batch)):
+        words = f"{more.gpus} GPUs" + (f", on {more.nodes} nodes" if more.nodes > 1 else " in one node")
+        if attempt(words, job, more, replace(wishes, global_batch=batch)):
             break
     least = min((e for e in found if e.available), key=lambda e: e.peak)
     if least.peak > room:

@@ -51,7 +51,7 @@ class Job:
     shape: Shape
     sequence: int
     precision: str = "bf16"
-    implementation: str = "foreach"
+    implementation: str = "fused"
 
     @property
     def widths(self) -> Widths:
