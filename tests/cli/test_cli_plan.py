@@ -104,6 +104,15 @@ def test_a_python_factory_is_measured() -> None:
     assert data["options"][0]["memory"]["forward"]["activations"] == pytest.approx(16 * 4 * (64 + 128) * 2, rel=0.05)
 
 
+def test_images_are_counted_a_second_and_the_unknown_is_not_a_number() -> None:
+    """Oracle: one convolution by hand; a factory without example_inputs."""
+    assert "samples/s" in _plan("plan_images:build", "--gpus", 1).stdout
+    unknown = _plan("models:TinyGPT", "--gpus", 1)
+    assert "time unknown" in unknown.stdout
+    assert "/s " not in unknown.stdout.split("options, best first")[1].split("runner-up")[0]
+    assert _data("models:TinyGPT", "--gpus", 1)["best"]["seconds"] is None
+
+
 def test_sizes_instead_of_a_model() -> None:
     data = _data("--layers", 48, "--hidden", 1600, "--vocabulary", 50257, "--gpus", 8)
     assert data["model"]["parameters"] / 1e9 == pytest.approx(1.56, abs=0.01)
@@ -212,6 +221,10 @@ def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
         (["no.such:thing", "--gpus", "8"], "cannot import"),
         (["plan_models:nothing", "--gpus", "8"], "no function 'nothing'"),
         (["plan_models:number", "--gpus", "8"], "must make an nn.Module"),
+        (
+            ["plan_images:build", "--gpus", "8", "--seq", "128"],
+            "--seq needs a function example_inputs(samples, sequence)",
+        ),
         (["--layers", "4", "--gpus", "8"], "go together"),
         (["--gpus", "8"], "give a MODEL"),
         (["missing.json", "--gpus", "8"], "found no 'missing.json'"),

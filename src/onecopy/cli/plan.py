@@ -30,7 +30,7 @@ def plan(
     hidden: Annotated[int | None, _option("Width, instead of MODEL.", "INT", _MODEL)] = None,
     heads: Annotated[int | None, _option("Attention heads; hidden / 128 if not given.", "INT", _MODEL)] = None,
     vocabulary: Annotated[int, _option("Tokens, beside --layers.", "INT", _MODEL)] = 50_304,
-    seq: Annotated[int, _option("Tokens in a sample.", "INT", _MODEL)] = 2048,
+    seq: Annotated[int | None, _option("Tokens in a sample; 2048 if not given.", "INT", _MODEL)] = None,
     micro_batch: Annotated[
         int | None, _option("Samples of a rank at once; searched if not given.", "INT", _MODEL)
     ] = None,

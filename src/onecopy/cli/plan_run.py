@@ -38,7 +38,7 @@ class Request:
     hidden: int | None
     heads: int | None
     vocabulary: int
-    seq: int
+    seq: int | None
     micro_batch: int | None
     global_batch: int | None
     stage: int | None
@@ -166,7 +166,7 @@ def _shape(request: Request) -> Shape:
         return from_sizes(request.layers, request.hidden, heads=request.heads, vocabulary=request.vocabulary)
     if request.model is None:
         raise SettingsError("give a MODEL, or --layers and --hidden; `onecopy plan --help` says what it may be")
-    return describe(request.model)
+    return describe(request.model, sequence=request.seq)
 
 
 def _machine(request: Request, console: Console) -> Machine:
@@ -212,9 +212,11 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
         if value is not None and value < 1:
             raise SettingsError(f"--{name} must be positive; found {value}")
     sizes = shape.transformer
-    if sizes is not None and sizes.sequence is not None and request.seq > sizes.sequence:
+    if sizes is not None and sizes.sequence is not None and (request.seq or 0) > sizes.sequence:
         raise SettingsError(f"--seq is {request.seq} but the model has {sizes.sequence} positions")
-    job = Job(shape, request.seq if sizes else 1, precision, optimizer)
+    if request.seq is not None and shape.rate == "samples":
+        raise SettingsError(f"--seq says nothing about {shape.name}, whose samples have no tokens; leave it out")
+    job = Job(shape, _sequence(shape, request.seq), precision, optimizer)
     # Ranks are simulated without a tensor axis.
     tensor = request.tensor or (1 if request.simulate else None)
     wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, tensor, preset)
@@ -232,6 +234,13 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
             global_batch=wishes.global_batch or batch,
         )
     return job, wishes
+
+
+def _sequence(shape: Shape, asked: int | None) -> int:
+    """Tokens of a sample: as asked, as counted, or 2048 if the model has so many positions; 1 where there are none."""
+    if shape.transformer is not None:
+        return asked or min(2048, shape.transformer.sequence or 2048)
+    return (shape.work.tokens if shape.work else None) or 1
 
 
 def _one_of(name: str, value: str, known: tuple[Any, ...]) -> Any:

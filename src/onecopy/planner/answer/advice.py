@@ -210,7 +210,8 @@ def _choose(ready: Sequence[Estimate], preset: Preset, machine: Machine) -> Esti
 def _reason(best: Estimate, found: Sequence[Estimate], runner_up: Estimate | None, count: int) -> str:
     first = (
         f"S{best.option.words()[1:]} is the pick of {count} options that fit: "
-        f"{best.tokens_per_second:,.0f} tokens/s at {describe_peak(best)}, limited by {best.limited_by}."
+        f"{best.speed} at {describe_peak(best)}"
+        f"{f', limited by {best.limited_by}' if best.rate else ''}."
     )
     below = [e for e in found if e.option.stage == best.option.stage - 1 and e.available]
     if below and not any(e.fits for e in below):
@@ -219,6 +220,8 @@ def _reason(best: Estimate, found: Sequence[Estimate], runner_up: Estimate | Non
     if runner_up is None:
         return f"{first} Nothing else fits."
     slower = best.tokens_per_second / runner_up.tokens_per_second - 1
+    if not best.rate:
+        slower = 0.0
     speed = f"{slower:.0%} slower" if slower > 0.005 else f"{-slower:.0%} faster" if slower < -0.005 else "as fast"
     less = runner_up.peak - best.peak
     memory = f"holds {gigabytes(abs(less))} {'more' if less > 0 else 'less'}"

@@ -15,7 +15,7 @@ from onecopy.planner.formulas.time import StepSeconds, all_reduce_seconds, gathe
 from onecopy.planner.formulas.traffic import step_elements
 from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels
-from onecopy.planner.model.shape import Checkpointing, Shape, kept_bytes
+from onecopy.planner.model.shape import Checkpointing, Shape, Work, kept_bytes
 from onecopy.planner.model.tensor import cut
 from onecopy.planner.quantities import gigabytes
 from onecopy.stage import Stage
@@ -133,6 +133,8 @@ class Estimate:
         seconds: of a step.
         tokens_per_second: of all ranks; samples where the model has no sequence.
         limited_by: what a step waits for longest.
+        rate: what is counted a second, "tokens" or "samples"; "" where the time of computing is not known, and seconds
+            and speed are good for nothing but an order.
     """
 
     option: Option
@@ -145,6 +147,12 @@ class Estimate:
     seconds: StepSeconds
     tokens_per_second: float
     limited_by: str
+    rate: str = "tokens"
+
+    @property
+    def speed(self) -> str:
+        """In words."""
+        return f"{self.tokens_per_second:,.0f} {self.rate}/s" if self.rate else "time unknown"
 
     @property
     def peak(self) -> float:
@@ -197,6 +205,7 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
         seconds,
         samples * job.sequence / seconds.total,
         _limited_by(machine, option, seconds),
+        job.shape.rate if job.shape.timed else "",
     )
 
 
@@ -320,15 +329,20 @@ def step_seconds(
     tokens = option.micro_batch * option.accumulate * job.sequence
     sizes = job.shape.transformer
     recompute = option.checkpointing != "off"
-    # What tensor parallelism leaves whole, every rank computes for itself. Frozen weights have no gradient to compute.
-    operations = step_flops(
-        sum(unit.parameters + 2 / 3 * sum(unit.frozen) for unit in units),
-        tokens,
-        recompute=recompute,
-        layers=sizes.layers if sizes else 0,
-        hidden=sizes.hidden // option.tensor if sizes else 0,
-        sequence=job.sequence if sizes else 0,
-    )
+    if sizes is not None:
+        # What tensor parallelism leaves whole, every rank computes for itself. Frozen weights have no gradient.
+        operations = step_flops(
+            sum(unit.parameters + 2 / 3 * sum(unit.frozen) for unit in units) - sizes.idle,
+            tokens,
+            recompute=recompute,
+            layers=sizes.layers,
+            hidden=sizes.hidden // option.tensor,
+            sequence=job.sequence,
+        )
+    else:
+        work = job.shape.work or Work(0.0, 0.0, None)
+        again = work.forward if recompute else 0.0
+        operations = option.micro_batch * option.accumulate * (work.forward + again + work.backward)
     # A 32-bit product takes twice the time of a 16-bit one at the least.
     compute = operations / machine.flops(sizes.hidden if sizes else None) * (2 if job.precision == "fp32" else 1)
     widths = job.widths
@@ -338,12 +352,15 @@ def step_seconds(
     compute += moved / machine.gpu.memory_bandwidth
     padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
     trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
-    again = Stage.of(option.stage).shards_parameters
+    gathers_frozen = Stage.of(option.stage).shards_parameters
     copies = machine.gpus // option.tensor
     shard, replicate = (option.shard, option.replicate) if _slices(option) > 1 else (copies, 1)
     found = overlap(
         option.stage,
-        [(widths.compute * (numel + (fixed if again else 0)), widths.reduce * numel) for numel, fixed in padded],
+        [
+            (widths.compute * (numel + (fixed if gathers_frozen else 0)), widths.reduce * numel)
+            for numel, fixed in padded
+        ],
         compute,
         shard=shard,
         replicate=replicate,

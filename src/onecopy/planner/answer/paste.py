@@ -152,7 +152,8 @@ def estimate_dict(found: Estimate | None) -> dict[str, Any] | None:
         "host_bytes": found.host,
         "bytes_sent": found.bytes_sent,
         "activations_sent": found.activations_sent,
-        "seconds": {**found.seconds._asdict(), "total": found.seconds.total},
-        "tokens_per_second": found.tokens_per_second,
+        "seconds": {**found.seconds._asdict(), "total": found.seconds.total} if found.rate else None,
+        "tokens_per_second": found.tokens_per_second if found.rate == "tokens" else None,
+        "samples_per_second": found.tokens_per_second if found.rate == "samples" else None,
         "limited_by": found.limited_by,
     }

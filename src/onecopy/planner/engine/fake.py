@@ -71,6 +71,23 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
+class AnyValues(TorchDispatchMode):
+    """Answers 0 or False where an initialisation asks for a value: none of what it writes is kept.
+
+    `torch.nn.init.trunc_normal_` draws again until no value lies outside of its bounds, which fake tensors cannot say.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0.0 if args[0].is_floating_point() else 0
+        return func(*args, **(kwargs or {}))
+
+
 class _KnownValues(TorchDispatchMode):
     """Computes small tensors that follow from Python values for real too, so that they can be read."""
 
