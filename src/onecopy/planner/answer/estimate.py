@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from onecopy.planner.available import missing
 from onecopy.planner.engine.step import step_bytes
-from onecopy.planner.formulas.activations import block_parallel_elements
+from onecopy.planner.formulas.activations import LOSS_BYTES, block_parallel_elements
 from onecopy.planner.formulas.buffers import pinned_bytes, with_overheads
 from onecopy.planner.formulas.calibrated import HIDDEN_SHARE
 from onecopy.planner.formulas.offload import cpu_step_seconds
@@ -46,12 +46,14 @@ class Job:
         sequence: tokens in a sample; 1 for models without.
         precision: "bf16", "bf16-lean", "fp16" or "fp32".
         implementation: of AdamW: "foreach", "fused" or "for-loop".
+        loss_bytes: temporaries of the loss for each logit.
     """
 
     shape: Shape
     sequence: int
     precision: str = "bf16"
     implementation: str = "fused"
+    loss_bytes: float = LOSS_BYTES
 
     @property
     def widths(self) -> Widths:
@@ -226,7 +228,12 @@ def local_units(job: Job, option: Option) -> list[Unit]:
     """The units as one rank holds them, with what they keep for backward."""
     sizes = job.shape.transformer
     units = job.shape.with_activations(
-        option.micro_batch, job.sequence, option.checkpointing, tensor=option.tensor, element_bytes=job.widths.compute
+        option.micro_batch,
+        job.sequence,
+        option.checkpointing,
+        tensor=option.tensor,
+        element_bytes=job.widths.compute,
+        loss_bytes=job.loss_bytes,
     )
     return units if sizes is None else cut(units, sizes.hidden, option.tensor)
 

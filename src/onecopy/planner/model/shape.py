@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple
 from onecopy.errors import SettingsError
 from onecopy.planner.formulas.activations import (
     HIDDEN_COPIES,
-    LOGITS_BYTES,
+    LOSS_BYTES,
     checkpoint_bytes,
     copies_bytes,
     logits_bytes,
@@ -104,6 +104,7 @@ class Shape:
         *,
         tensor: int = 1,
         element_bytes: int = 2,
+        loss_bytes: float = LOSS_BYTES,
     ) -> list[Unit]:
         """The units with the bytes that they keep for backward on one rank.
 
@@ -113,6 +114,7 @@ class Shape:
             checkpointing: what is kept of each block instead of all.
             tensor: M, ranks that share each block.
             element_bytes: of activations.
+            loss_bytes: of the loss's temporaries for each logit.
         """
         sizes = self.transformer
         if sizes is None:
@@ -121,7 +123,7 @@ class Shape:
         one = (micro_batch, sequence, sizes.hidden)
         whole = copies_bytes(*one, sizes.copies, element_bytes, tensor_parallel=tensor)
         inputs = checkpoint_bytes(*one, 1, element_bytes=element_bytes)
-        head = logits_bytes(micro_batch, sequence, sizes.vocabulary, each=LOGITS_BYTES * max(1, element_bytes / 4 * 2))
+        head = logits_bytes(micro_batch, sequence, sizes.vocabulary, element_bytes, loss_bytes=loss_bytes)
         found = []
         for unit in self.units:
             if is_block(unit):
