@@ -135,6 +135,25 @@ def test_the_host_waits_for_copies_but_for_those_of_pinned_memory(pinned: bool, 
     assert len(seen_of_one(run).host_waits) == waits
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("act", [lambda host: host.sum(), lambda host: torch._foreach_add_([host], 1)])
+def test_what_the_host_does_with_pinned_memory_while_it_is_copied_is_a_race(
+    act: Callable[[Tensor], object], waits: bool
+) -> None:
+    def run(device: torch.device) -> None:
+        host = torch.zeros(8, pin_memory=True)
+        host.copy_(torch.ones(8, device=device), non_blocking=True)
+        view = host[2:].view(2, 3)
+        if waits:
+            torch.accelerator.current_stream(device).record_event().synchronize()
+        act(view)
+        host.to(device, non_blocking=True)
+
+    reports = seen_of_one(run).reports
+    assert bool(reports) != waits
+    assert all("on the host does not wait for the write by copy to the host" in report for report in reports)
+
+
 @pytest.mark.parametrize(
     "act",
     [

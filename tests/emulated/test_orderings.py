@@ -6,6 +6,7 @@ are none while all orderings hold. So an ordering that nothing misses is redunda
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import onecopy
 from models import TinyGPT, seeded, token_batches
 from on_device import reports_of, run_on_device
 from onecopy.activations import checkpoint
+from onecopy.sharding.setup.api import engine_of
 from oracle import OPTIMIZERS
 from training import on, parts_of
 
@@ -81,10 +83,27 @@ def _partitioned(rank: int, device: torch.device) -> None:
         x.grad.mul_(2)
 
 
+def _states_on_host(rank: int, device: torch.device) -> None:
+    for parameters in (None, "cpu"):
+        _train(rank, device, 3, offload=onecopy.Offload("cpu", parameters), accumulate=2)
+    model: Any = onecopy.shard(on(device, lambda: seeded(Net, False)), 2, offload=onecopy.Offload("cpu"))
+    (batch,) = parts_of(token_batches(1), rank, 2, device)
+    model(*batch).backward()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer.step()
+    sizes = [b.layout.slice_numel for unit in engine_of(model).units for b in unit.buckets]
+    # Dropped while what the step changed is on its way back, and its memory used for something else.
+    del model, optimizer
+    gc.collect()
+    for size in sizes:
+        torch.zeros(size, device=device)
+
+
 SCENES: dict[str, Callable[[int, torch.device], None]] = {
     "sharded": _sharded,
     "replicated": _replicated,
     "partitioned": _partitioned,
+    "states on host": _states_on_host,
 }
 
 

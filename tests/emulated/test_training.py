@@ -33,8 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, num_ranks", [*((case, n) for case in CASES for n in (2, 3)), ("fp32", 4), ("bf16", 4)])
 def test_training_equals_one_process(case: str, num_ranks: int) -> None:
     def run(rank: int, device: torch.device) -> None:
         for stage in STAGES:

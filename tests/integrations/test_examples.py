@@ -15,10 +15,13 @@ import pytest
 
 from places import ROOT
 
+pytest.importorskip("accelerate", reason="examples run with the extra 'integrations': accelerate is not installed")
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 LINES = 80
-SECONDS = 60
+SECONDS = 110
+"""A minute on two cores of its own; a machine that does other work besides takes up to twice that."""
 
 
 def _packages(example: Path) -> set[str]:
@@ -31,7 +34,7 @@ def _packages(example: Path) -> set[str]:
     return imported
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(130)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_trains(example: Path, tmp_path: Path) -> None:
     if missing := sorted(name for name in _packages(example) if find_spec(name) is None):

@@ -225,7 +225,7 @@ def _packages() -> Iterator[str]:
         yield "pytorch_lightning"
 
 
-@pytest.mark.parametrize("package", _packages())
+@pytest.mark.parametrize("package", list(_packages()))
 def test_the_names_are_registered_in_each_package(package: str) -> None:
     strategy = strategy_of(package)
     module = __import__(f"{package}.strategies" if package == "pytorch_lightning" else f"{package}.pytorch.strategies")

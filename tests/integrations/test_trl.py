@@ -15,7 +15,7 @@ pytest.importorskip("peft", reason="needs the extra 'integrations': peft is not 
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments
+from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import onecopy
@@ -172,3 +172,43 @@ def test_adapters_are_saved_alone_and_go_on(tmp_path: Path) -> None:
         assert own_files.keys() == files.keys()
         for name, value in files.items():
             torch.testing.assert_close(own_files[name], value, rtol=1e-3, atol=2e-5)
+
+
+def test_sentence_transformers(tmp_path: Path) -> None:
+    """Their Trainer saves in a way of its own. Oracles: DDP; the saved model gives the trained one's embeddings."""
+    pytest.importorskip("sentence_transformers", reason="the package sentence-transformers is not installed")
+
+    def rank_main(rank: int) -> list[Any]:
+        from sentence_transformers import (
+            SentenceTransformer,
+            SentenceTransformerTrainer,
+            SentenceTransformerTrainingArguments,
+            losses,
+        )
+        from sentence_transformers.models import Pooling, Transformer
+
+        if rank == 0:
+            sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+            torch.manual_seed(1)
+            BertModel(BertConfig(vocab_size=64, **sizes, hidden_dropout_prob=0.0)).save_pretrained(tmp_path / "bert")
+            tiny_tokenizer().save_pretrained(tmp_path / "bert")
+        dist.barrier()
+        found = []
+        for stage in (None, 1, 3):
+            words = Transformer(str(tmp_path / "bert"))
+            model = SentenceTransformer(modules=[words, Pooling(16)], device="cpu")
+            args = arguments(SentenceTransformerTrainingArguments, tmp_path / str(stage))
+            data = Dataset.from_dict({name: sentences(32, 5, seed) for seed, name in enumerate(("anchor", "positive"))})
+            kind = SentenceTransformerTrainer if stage is None else sharded(SentenceTransformerTrainer, stage=stage)
+            trainer = kind(model=model, args=args, train_dataset=data, loss=losses.MultipleNegativesRankingLoss(model))
+            trainer.train()
+            trainer.save_model(str(tmp_path / f"saved{stage}"))
+            dist.barrier()
+            loaded = SentenceTransformer(str(tmp_path / f"saved{stage}"), device="cpu")
+            found.append((history(trainer, "loss", "grad_norm"), torch.as_tensor(loaded.encode(sentences(3, 4)))))
+        return found
+
+    for (log, embeddings), *ours in run_ranks(2, rank_main, timeout=120):
+        for own_log, own_embeddings in ours:
+            assert_same(own_log, log)
+            torch.testing.assert_close(own_embeddings, embeddings, rtol=1e-3, atol=1e-5)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import onecopy
 from models import TinyGPT, seeded, token_batches
-from one_fork import Forked, On, one_fork
 from onecopy.activations import Activations
 from onecopy.memory.arena import Arena
 from oracle import OPTIMIZERS, assert_trains_like_twin, part, train
+from ranks import run_ranks
 
 KIB = 1024
 
@@ -116,8 +116,7 @@ def test_regions_are_apart() -> None:
 
 
 @pytest.mark.parametrize("stage, precision", [*((n, None) for n in range(4)), (0, "bf16-lean"), (2, "bf16-lean")])
-@one_fork
-def test_training_in_an_arena_changes_no_bit(stage: int, precision: str | None) -> Forked:
+def test_training_in_an_arena_changes_no_bit(stage: int, precision: str | None) -> None:
     """Gradients and checkpoints lie in regions of their own, which hold no more after ten steps than after two."""
 
     def weights(rank: int, defragment: bool) -> tuple[dict[str, Tensor], list[int]]:
@@ -137,15 +136,14 @@ def test_training_in_an_arena_changes_no_bit(stage: int, precision: str | None) 
         with onecopy.gathered(model):
             return {name: p.detach().clone() for name, p in model.named_parameters()}, reserved
 
-    plain = (yield On(2, weights, False))[0][0]
-    for found, reserved in (yield On(2, weights, True)):
+    plain = run_ranks(2, weights, False)[0][0]
+    for found, reserved in run_ranks(2, weights, True):
         assert reserved[0] == reserved[-1] > 0
         for name, value in plain.items():
             assert torch.equal(found[name], value), name
 
 
-@one_fork
-def test_gradients_lie_in_the_arena() -> Forked:
+def test_gradients_lie_in_the_arena() -> None:
     def run(rank: int) -> None:
         model = onecopy.shard(nn.Linear(8, 8), 2, defragment=True)
         arena = onecopy.arena(model)
@@ -156,12 +154,11 @@ def test_gradients_lie_in_the_arena() -> Forked:
         model.zero_grad()
         assert arena.region("gradients").used == 0
 
-    yield On(2, run)
+    run_ranks(2, run)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-@one_fork
-def test_gradients_that_are_kept_between_micro_batches_lie_there_too(stage: int) -> Forked:
+def test_gradients_that_are_kept_between_micro_batches_lie_there_too(stage: int) -> None:
     """They live longest of all: until the step's last micro-batch. Oracle: the meter, which counts each by itself."""
 
     def run(rank: int) -> None:
@@ -177,4 +174,4 @@ def test_gradients_that_are_kept_between_micro_batches_lie_there_too(stage: int)
             rank, 2, lambda: seeded(TinyGPT), token_batches(4), stage=stage, accumulate=2, defragment=True
         )
 
-    yield On(2, run)
+    run_ranks(2, run)

@@ -116,6 +116,16 @@ def with_control(peers: Peers) -> Peers | None:
     return replace(peers, group=beside)
 
 
+def accelerated_by(group: dist.ProcessGroup) -> str | None:
+    """The accelerator and its own backend, such as "cuda:nccl", if ``group`` has one; None else."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    names = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    name = names.get(accelerator.type)
+    return None if name in (None, "gloo", "fake") else f"{accelerator.type}:{name}"
+
+
 def for_reduces(peers: Peers) -> Peers:
     """``peers`` over a group for reduces alone, where an accelerator's backend serves theirs. A collective call.
 
@@ -123,10 +133,8 @@ def for_reduces(peers: Peers) -> Peers:
     their own reduces do not delay the gathers behind them; and when a rank sends a unit's gradients, between which
     gathers, need not be what it is on the others.
     """
-    accelerator = torch.accelerator.current_accelerator()
-    names = dict(part.split(":") for part in dist.get_backend_config(peers.group).split(","))
-    name = names.get(accelerator.type) if accelerator is not None else None
-    if accelerator is None or name in (None, "gloo", "fake"):
+    own = accelerated_by(peers.group)
+    if own is None:
         return peers
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None and peers.size < dist.get_world_size():
         # NCCL would split the communicator of all ranks, for which all of them would have to come here.
@@ -136,7 +144,7 @@ def for_reduces(peers: Peers) -> Peers:
         group = dist.new_group(
             list(peers.ranks),
             timeout=time_limit(peers.group),
-            backend=f"{accelerator.type}:{name}",
+            backend=own,
             use_local_synchronization=True,
             sort_ranks=False,
             group_desc="onecopy reduces",

@@ -26,7 +26,7 @@ from onecopy.comm.backends import (
     with_neighbours,
 )
 from onecopy.comm.collective import Collective, Label, Program
-from onecopy.comm.monitor import monitor_of
+from onecopy.comm.monitor import Monitor, monitor_of
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
 from onecopy.comm.presence import met, presence_of
@@ -81,6 +81,7 @@ class Axis:
         *,
         control: Peers | None = None,
         reducing: Peers | None = None,
+        monitor: Monitor | None = None,
     ) -> None:
         self.name = name
         self.size = peers.size if peers else 1
@@ -90,6 +91,7 @@ class Axis:
         # The same ranks over a group that sends CPU tensors, and over one for reduces on a device.
         self._control = control
         self._reducing = reducing
+        self._monitor = monitor
         self._staging = staging
         self._ledger = ledger
         self._transports: dict[torch.device, Transport] = {}
@@ -227,8 +229,7 @@ class Axis:
         return outgoing.numel // self.size * (self.size - 1) * outgoing.dtype.itemsize
 
     def _issue(self, program: Program, op: str, unit: str, sent: int, *, on: Tensor) -> Collective:
-        watched = self._reducing is not None and not on.is_cpu
-        monitor = monitor_of(self._peers) if watched and self._peers is not None else None
+        monitor = None if on.is_cpu else self._monitor
         return Collective(program, Label(op, unit, self.name), sent, self._ledger, monitor)
 
 
@@ -314,7 +315,8 @@ def make_mesh(
             return alone.exchange_objects(own)
 
         peers = with_neighbours(peers, exchange)
-        return Axis(name, peers, staging, ledger, control=with_control(peers), reducing=for_reduces(peers))
+        control, reducing = with_control(peers), for_reduces(peers)
+        return Axis(name, peers, staging, ledger, control=control, reducing=reducing, monitor=monitor_of(peers))
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),), axis("tensor"))

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from onecopy.comm.backends import time_limit
+from onecopy.comm.backends import accelerated_by, time_limit
 from onecopy.comm.transport import Peers
 
 SHARE: Final = 0.8
@@ -69,6 +69,7 @@ class Monitor:
         self._noted = -1
         self._underway: deque[tuple[int, str, Underway, float]] = deque()
         self._told = 0
+        self._lock = threading.Lock()
         threading.Thread(target=self._look_on, name="onecopy-monitor", daemon=True).start()
 
     def come_to(self, subject: str) -> int:
@@ -79,7 +80,9 @@ class Monitor:
 
     def watch(self, number: int, subject: str, underway: Underway) -> None:
         """The stream that computes waits for that collective now."""
-        self._underway.append((number, subject, underway, time.monotonic()))
+        with self._lock:
+            self._forget_ended()
+            self._underway.append((number, subject, underway, time.monotonic()))
 
     def _look_on(self) -> None:
         while True:
@@ -94,14 +97,25 @@ class Monitor:
         if self._noted != self._come:
             self._noted = self._come
             self._store.set(self._key(self._rank), f"{self._come} {self._latest}")
+        with self._lock:
+            # Earlier the device is not asked: another thread's questions would spoil the recording of a CUDA graph.
+            if self._oldest_stood() < SHARE * self._limit:
+                return
+            self._forget_ended()
+            if (stood := self._oldest_stood()) < SHARE * self._limit:
+                return
+            number, subject, *_ = self._underway[0]
+        if number > self._told:
+            self._told = number
+            _log.error("%s", self._describe(number, subject, stood))
+
+    def _oldest_stood(self) -> float:
+        """Seconds since the stream began to wait for the oldest collective that is not known to have ended."""
+        return time.monotonic() - self._underway[0][3] if self._underway else 0.0
+
+    def _forget_ended(self) -> None:
         while self._underway and self._underway[0][2].is_over:
             self._underway.popleft()
-        if self._underway:
-            number, subject, _, since = self._underway[0]
-            stood = time.monotonic() - since
-            if stood >= SHARE * self._limit and number > self._told:
-                self._told = number
-                _log.error("%s", self._describe(number, subject, stood))
 
     def _describe(self, number: int, subject: str, stood: float) -> str:
         missing = []
@@ -129,8 +143,10 @@ class Monitor:
 _monitors: Final[WeakKeyDictionary[dist.ProcessGroup, Monitor]] = WeakKeyDictionary()
 
 
-def monitor_of(peers: Peers) -> Monitor:
-    """The monitor of a group's collectives on a device."""
+def monitor_of(peers: Peers) -> Monitor | None:
+    """The monitor of a group's collectives on an accelerator; None if it has none there."""
+    if accelerated_by(peers.group) is None:
+        return None
     monitor = _monitors.get(peers.group)
     if monitor is None:
         limit = time_limit(peers.group).total_seconds()

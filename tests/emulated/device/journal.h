@@ -2,7 +2,7 @@
 //
 //   reports     races, memory handed out too early, misaligned collectives
 //   host waits  each moment at which the host would have waited for the device
-//   orderings   each wait of a stream and each record_stream, by the line that asked for it. A test may have those of
+//   orderings   each wait of a stream or for an event and each record_stream, by the line that asked for it. A test may have those of
 //               one line disregarded (the mutation by which it shows that the device would find the line missing)
 #pragma once
 

@@ -54,8 +54,13 @@ class Launch {
       : agent_(agent), operation_(operation), name_(operation + " at " + where()) {
     Lock lock(clocks().mutex);
     when_ = clocks().launching(agent).tick(agent);
+    ++running();
   }
   Launch(const std::string& operation, int device) : Launch(operation, current_agent(device)) {}
+  Launch(const Launch&) = delete;
+  ~Launch() { --running(); }
+  // Whether this thread is inside of a kernel, whose CPU's operations are the device's.
+  static bool is_running() { return running() > 0; }
 
   void reads(const Tensor& tensor) { touch(tensor, false); }
   void writes(const Tensor& tensor) { touch(tensor, true); }
@@ -79,6 +84,10 @@ class Launch {
   }
 
  private:
+  static int& running() {
+    thread_local int kernels = 0;
+    return kernels;
+  }
   void touch(const Tensor& tensor, bool writes) {
     if (!tensor.numel()) return;
     auto [address, bytes] = bytes_of(tensor);

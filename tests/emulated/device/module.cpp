@@ -1,5 +1,6 @@
 // The device as a Python module: what it registers with torch, and what tests ask it.
 #include "collectives.h"
+#include "host.h"
 
 namespace emulated {
 
@@ -39,6 +40,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     clocks().devices = devices;
     journal().where = std::move(where);
     journal().origin = std::move(origin);
+    at::addGlobalCallback(
+        at::RecordFunctionCallback(&observe).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
   });
   module.def("close", [] {
     journal().closing = true;

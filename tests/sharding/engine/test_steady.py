@@ -16,7 +16,6 @@ from torch.optim import SGD, AdamW
 
 import onecopy
 from models import Stack, TinyGPT, seeded, token_batches, vector_batches
-from one_fork import Forked, On, one_fork
 from oracle import OPTIMIZERS, part, train
 from ranks import run_ranks
 
@@ -60,20 +59,20 @@ def _counts() -> tuple[int, int, int]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", [None, "bf16", "bf16-lean"])
 def test_training_steps_leave_nothing_behind(stage: int, accumulate: int, precision: str | None) -> None:
-    """Peers leaked thousands of Python objects a step; here the count after step 3 is the count after step 13."""
+    """Peers leaked thousands of Python objects a step; here the count after step 8 is the count after step 23."""
 
     def run(rank: int) -> None:
         model = onecopy.shard(seeded(TinyGPT), stage, accumulate=accumulate, precision=precision)
         optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
         batches = [part(batch, rank, 2) for batch in token_batches(2)] * accumulate
         seen = []
-        for steps in (3, 5, 5):
+        for steps in (3, 5, 15):
             for _ in range(steps):
                 train(model, optimizer, batches[:accumulate], accumulate=accumulate, clip=1.0)
             seen.append(_counts())
         assert seen[1][:2] == seen[2][:2]
-        # The interpreter's own caches may move by a handful; a leak of one object a step would be 5.
-        assert abs(seen[2][2] - seen[1][2]) < 5
+        # What is under way and the interpreter's own caches move by a handful; a leak of one object a step would be 15.
+        assert abs(seen[2][2] - seen[1][2]) < 12
 
     _run_apart(2, run)
 
@@ -89,13 +88,13 @@ def test_evaluation_leaves_nothing_behind(stage: int, mode: str) -> None:
         train(model, SGD(model.parameters(), lr=0.1), [batch])
         context: Callable[[], Any] = torch.enable_grad if mode == "grad" else getattr(torch, mode)
         seen = []
-        for forwards in (2, 4, 4):
+        for forwards in (2, 4, 12):
             for _ in range(forwards):
                 with context():
                     model(*batch)
             seen.append(_counts())
         assert seen[1][:2] == seen[2][:2]
-        assert abs(seen[2][2] - seen[1][2]) < 4
+        assert abs(seen[2][2] - seen[1][2]) < 10
         if stage == 3:
             # No unit is left whole: what is alive is slices.
             with onecopy.gathered(model):
@@ -116,7 +115,7 @@ def test_gathered_blocks_leave_nothing_behind(stage: int) -> None:
                     pass
             seen.append(_counts())
         assert seen[1][:2] == seen[2][:2]
-        assert abs(seen[2][2] - seen[1][2]) < 4
+        assert abs(seen[2][2] - seen[1][2]) < 10
 
     _run_apart(2, run)
 
@@ -151,8 +150,7 @@ def _plain_stack_bytes(layers: int, width: int) -> int:
     return sum(p.numel() for p in Stack(width, layers).parameters()) * 4
 
 
-@one_fork
-def test_two_thousand_steps_leave_no_object_behind() -> Forked:
+def test_two_thousand_steps_leave_no_object_behind() -> None:
     """Where all parameters lie in units below the root, so that nothing is gathered for the root itself."""
 
     def run(rank: int) -> None:
@@ -177,7 +175,7 @@ def test_two_thousand_steps_leave_no_object_behind() -> Forked:
         gc.freeze()
         run(rank)
 
-    yield On(1, apart, group=False)
+    run_ranks(1, apart, group=False)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

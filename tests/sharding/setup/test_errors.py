@@ -489,7 +489,7 @@ def test_what_torch_itself_refuses_of_tensor_subclasses_is_an_error(use: Callabl
 @STAGES
 @pytest.mark.parametrize("optimizer", [SGD, AdamW])
 @one_fork
-def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_firststep(optimizer: Any, stage: int) -> Forked:
+def test_an_optimizer_that_holds_unsharded_parameters_is_found_at_its_first_step(optimizer: Any, stage: int) -> Forked:
     def run(rank: int) -> None:
         model = stack()
         made = optimizer(model.parameters(), lr=0.1)

@@ -81,19 +81,15 @@ class ShardedTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type
         self._shard_reference()
 
     def create_accelerator_and_postprocess(self) -> None:
+        _refuse_others(fsdp=self.args.fsdp, deepspeed=self.args.deepspeed)
         super().create_accelerator_and_postprocess()
-        asked = {"fsdp": self.args.fsdp or self.is_fsdp_enabled, "deepspeed": self.is_deepspeed_enabled}
-        if others := [name for name, found in asked.items() if found]:
-            raise SettingsError(
-                f"the model is sharded by onecopy, so neither TrainingArguments nor the launcher must ask for "
-                f"{others[0]} too"
-            )
+        _refuse_others(fsdp=self.is_fsdp_enabled, deepspeed=self.is_deepspeed_enabled)
         self.accelerator.prepare_model = MethodType(prepare_model, self.accelerator)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+    def create_optimizer(self, *args: Any) -> Any:
         # Here a model of model_init= is complete.
         self._ensure_sharded()
-        return super().create_optimizer(model)
+        return super().create_optimizer(*args)
 
     def _ensure_sharded(self) -> None:
         if not is_sharded(self.model):
@@ -170,6 +166,14 @@ class ShardedTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type
             super()._load_best_model()
         elif self.state.best_model_checkpoint is not None:
             read_weights(self.model, Path(self.state.best_model_checkpoint))
+
+
+def _refuse_others(**asked: Any) -> None:
+    if others := [name for name, found in asked.items() if found]:
+        raise SettingsError(
+            f"the model is sharded by onecopy, so neither TrainingArguments nor the launcher must ask for "
+            f"{others[0]} too"
+        )
 
 
 def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -102,6 +102,8 @@ def _options_over(tensor: int, machine: Machine, wishes: Wishes) -> Iterator[Opt
         if Stage.of(stage).shards_optimizer and 1 < neighbours < ranks:
             shards.append(neighbours)
         offloads = [o for o in OFFLOADS if _offloadable(stage, o)] if tensor == 1 else OFFLOADS[:1]
+        if machine.computes_on_host:
+            offloads = [o for o in offloads if not o.endswith("cpu")]
         for micro_batch, accumulate in pairs:
             for checkpointing in _kinds(tensor, wishes):
                 for offload in offloads if checkpointing in ("off", "units") else OFFLOADS[:1]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, Literal
 
 from onecopy.planner.available import missing
@@ -188,11 +189,8 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
     Raises:
         SettingsError: if there is no such stage.
     """
-    units = local_units(job, option)
     schedule = option.schedule(job)
-    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
-    peaks |= step_bytes(units, schedule)
-    peaks["save"] = _save(units, schedule, peaks["step"])
+    units, peaks = _held(job, replace(option, offload="none"))
     peaks = {phase: _with_overheads(_offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
     seconds, sent = step_seconds(job, machine, option, schedule, units)
     samples = machine.gpus // option.tensor * option.micro_batch * option.accumulate
@@ -209,6 +207,16 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
         _limited_by(machine, option, seconds),
         job.shape.rate if job.shape.timed else "",
     )
+
+
+@lru_cache(maxsize=16)
+def _held(job: Job, option: Option) -> tuple[list[Unit], dict[Phase, Sizes]]:
+    """The units as one rank holds them, and bytes by phase, nothing offloaded; options differ in that one by one."""
+    units, schedule = local_units(job, option), option.schedule(job)
+    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
+    peaks |= step_bytes(units, schedule)
+    peaks["save"] = _save(units, schedule, peaks["step"])
+    return units, peaks
 
 
 def least_bytes(job: Job, option: Option) -> float:

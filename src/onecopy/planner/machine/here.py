@@ -1,7 +1,7 @@
 """Here: this machine as the planner sees it: GPUs, memory, limits, and a short look at speed and link.
 
-What torch reports is taken as it is. What it does not is measured: a matrix product of a fraction of a second, and two
-processes of this host sending to each other.
+What torch reports is taken as it is. What it does not is measured: a matrix product of a fraction of a second, two
+processes of this host sending to each other, a copy in its memory, and its disk.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Final
 
 import torch
 
-from onecopy.errors import SettingsError
+from onecopy.errors import OffloadError, SettingsError
+from onecopy.memory.store.files import File
 from onecopy.observe.meter import process_memory
 from onecopy.planner.machine.machine import Gpu, Machine, gpu_named
 
@@ -83,6 +86,9 @@ def look(gpus: int | None = None) -> tuple[Machine, str]:
         count,
         gpu,
         host_memory=host,
+        host_bandwidth=(memory_rate := _memory_rate()),
+        nvme_bandwidth=(disk_rate := _disk_rate()),
+        computes_on_host=device == "cpu",
         utilisation=None if known else 0.7,
         link_efficiency=1.0,
         crowding=0.0,
@@ -91,7 +97,8 @@ def look(gpus: int | None = None) -> tuple[Machine, str]:
     words = (
         f"here: {count} × {name}, {memory / 1e9:,.1f} GB each, host memory {host / 1e9:,.1f} GB, "
         f"{peak / 1e12:,.3g} TFLOP/s {'by its data sheet' if known else 'measured'}, "
-        f"link {intra / 1e9:,.2f} GB/s in each direction"
+        f"link {intra / 1e9:,.2f} GB/s in each direction, host memory {memory_rate / 1e9:,.1f} GB/s, "
+        f"disk of {tempfile.gettempdir()} {disk_rate / 1e9:,.2f} GB/s"
     )
     return machine, words
 
@@ -117,6 +124,31 @@ def _flops(device: str, ranks: int) -> float:
             torch.cuda.synchronize()
         best = min(best, perf_counter() - start)
     return 2 * size**3 / best / (ranks if device == "cpu" else 1)
+
+
+def _memory_rate() -> float:
+    """Bytes a second that a copy in host memory reads and writes."""
+    source, target = torch.ones(2**25), torch.zeros(2**25)
+    return 2 * source.nbytes / min(_timed(lambda: target.copy_(source)) for _ in range(4))
+
+
+def _disk_rate() -> float:
+    """Bytes a second that the disk of temporary files reads and writes, as offload does; 64 MiB of it are taken."""
+    try:
+        file = File(Path(tempfile.gettempdir()))
+        memory = torch.zeros(2**26, dtype=torch.uint8)
+        start = file.extend(memory.nbytes)
+        write = min(_timed(lambda: file.write(memory, start).wait()) for _ in range(2))
+        read = min(_timed(lambda: file.read(memory, start).wait()) for _ in range(2))
+    except OffloadError as error:
+        raise SettingsError(f"the disk could not be measured: {error}; set TMPDIR to another directory") from None
+    return 2 * memory.nbytes / (write + read)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    began = perf_counter()
+    work()
+    return perf_counter() - began
 
 
 def _link(device: str) -> float:

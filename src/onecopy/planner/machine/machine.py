@@ -78,6 +78,7 @@ class Machine:
         host_memory: bytes of one host; None if it is not known.
         host_bandwidth: bytes a second of one host's memory.
         nvme_bandwidth: bytes a second of one host's disks.
+        computes_on_host: ranks compute in the host's own memory, so nothing is gained by moving states there.
         latency: seconds that a round of a collective costs.
         utilisation: share of the peak that computing reaches; None goes by the model's width and the GPU.
         link_efficiency: share of a link's bandwidth that collectives reach.
@@ -91,6 +92,7 @@ class Machine:
     host_memory: float | None = None
     host_bandwidth: float = 200e9
     nvme_bandwidth: float = 3e9
+    computes_on_host: bool = False
     latency: float = LATENCY
     utilisation: float | None = None
     link_efficiency: float = LINK_EFFICIENCY
