@@ -63,7 +63,7 @@ def test_what_was_assumed_of_the_machine_is_shown() -> None:
     shown = _plan("1.3e9", "--gpus", 8, "--gpu-memory", "24GB").stdout
     assert "assumed: H100 SXM 80 GB, 989 TFLOP/s" in shown
     assert "warning: memory is 24.00 GB, but an H100 SXM 80 GB has 84.93 GB" in shown
-    own = _data("1.3e9", "--gpus", 8, "--gpu", "4090")
+    own = _data("1.3e9", "--gpus", 8, "--gpu", "4090", "--host-memory", "512GB")
     assert own["notes"] == ["assumed: RTX 4090, 165 TFLOP/s dense 16-bit, 200 Gbit/s to others of its node"]
     faster = _data("1.3e9", "--gpus", 8, "--gpu", "4090", "--tflops", 330)
     assert faster["machine"]["gpu"]["peak"] == 330e12

@@ -102,9 +102,10 @@ def test_a_number_without_a_unit_asks_for_one(parse: object, text: str) -> None:
 
 def test_what_is_assumed_is_said() -> None:
     """Oracle: the data sheet of an H100 SXM: 989 TFLOP/s, 450 GB/s in each direction."""
-    assert assumed(Machine(8, gpu_of("h100"))) == (
+    assert assumed(Machine(8, gpu_of("h100"), host_memory=1e12)) == (
         "assumed: H100 SXM 80 GB, 989 TFLOP/s dense 16-bit, 3,600 Gbit/s to others of its node"
     )
+    assert assumed(Machine(8, gpu_of("h100", memory=24e9))).endswith("node, 384.00 GB of host memory a node")
     assert "400 Gbit/s for each GPU between nodes" in assumed(Machine(16, gpu_of("h100"), nodes=2))
 
 

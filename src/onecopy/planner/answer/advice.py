@@ -131,7 +131,7 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     found = [estimate(job, machine, option) for option in _worth_a_look(job, machine, options(job, machine, wishes))]
     room = (1 - MARGINS[wishes.preset]) * machine.gpu.memory
     fitting = [e for e in found if e.fits and e.peak <= room]
-    ready = [e for e in fitting if e.available]
+    ready = _undominated(_sharding_where_there_are_ranks([e for e in fitting if e.available]))
     found.sort(
         key=lambda e: (
             not (e.fits and e.peak <= room),
@@ -143,13 +143,13 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     if not ready:
         return Advice(found, None, _why_nothing(found, room), None, _remedies(job, machine, wishes, found), None)
     best = _choose(ready, wishes.preset, machine)
-    others = [e for e in ready if e.option.kind != best.option.kind]
+    others = [e for e in fitting if e.available and e.option.kind != best.option.kind]
     runner_up = _choose(others, wishes.preset, machine) if others else None
     faster = [e for e in fitting if e.tokens_per_second > best.tokens_per_second * (1 + _ALIKE)]
     later = max(faster, key=lambda e: e.tokens_per_second, default=None) if wishes.preset != "frugal" else None
     if later is not None and later.available:
         later = None
-    return Advice(found, best, _reason(best, found, runner_up, len(ready)), runner_up, [], later)
+    return Advice(found, best, _reason(best, found, runner_up, len(fitting)), runner_up, [], later)
 
 
 def _worth_a_look(job: Job, machine: Machine, every: Iterable[Option]) -> list[Option]:
@@ -197,6 +197,26 @@ def _offloadable(stage: int, offload: str) -> bool:
     return kind.shards_parameters if offload.startswith("parameters") else kind.shards_optimizer
 
 
+def _sharding_where_there_are_ranks(ready: list[Estimate]) -> list[Estimate]:
+    """Without stages 1 to 3 on one rank, which has nothing to share: they are left where stage 0 does not fit."""
+
+    def alone(found: Estimate) -> bool:
+        option = found.option
+        return option.shard * option.replicate == 1 and option.stage > 0 and option.offload == "none"
+
+    return [found for found in ready if not alone(found)] or ready
+
+
+def _undominated(ready: Sequence[Estimate]) -> list[Estimate]:
+    """Options that no other beats: none is as fast, holds as little on device and host, and is better in one of it."""
+    front: list[Estimate] = []
+    # The fastest first: only what came before can dominate.
+    for found in sorted(ready, key=lambda e: (-e.tokens_per_second, e.peak, e.host, e.option.stage)):
+        if not any(one.peak <= found.peak and one.host <= found.host for one in front):
+            front.append(found)
+    return front
+
+
 def _choose(ready: Sequence[Estimate], preset: Preset, machine: Machine) -> Estimate:
     """The fastest; of those as fast, what sends least ("fast") or holds least ("safe"). "frugal": memory first."""
     step = 0.02 * machine.gpu.memory
@@ -226,7 +246,8 @@ def _reason(best: Estimate, found: Sequence[Estimate], runner_up: Estimate | Non
         slower = 0.0
     speed = f"{slower:.0%} slower" if slower > 0.005 else f"{-slower:.0%} faster" if slower < -0.005 else "as fast"
     less = runner_up.peak - best.peak
-    memory = f"holds {gigabytes(abs(less))} {'more' if less > 0 else 'less'}"
+    alike = abs(less) < 0.005 * best.limit
+    memory = "holds as much" if alike else f"holds {gigabytes(abs(less))} {'more' if less > 0 else 'less'}"
     return f"{first} The runner-up, {runner_up.option.words()}, is {speed} and {memory}."
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, Literal
 
 from onecopy.planner.available import missing
@@ -199,7 +199,7 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
         peaks,
         machine.gpu.memory,
         _host(job, machine, option, units),
-        machine.host_memory,
+        machine.host_limit,
         sent,
         activations_sent(job, option),
         seconds,
@@ -370,7 +370,8 @@ def step_seconds(
     gathers_frozen = Stage.of(option.stage).shards_parameters
     copies = machine.gpus // option.tensor
     shard, replicate = (option.shard, option.replicate) if _slices(option) > 1 else (copies, 1)
-    found = overlap(
+    messages = partial(
+        overlap,
         option.stage,
         [
             (widths.compute * (numel + (fixed if gathers_frozen else 0)), widths.reduce * numel)
@@ -378,13 +379,15 @@ def step_seconds(
         ],
         compute,
         shard=shard,
-        replicate=replicate,
         micro_batches=option.accumulate,
         link=machine.shard_link(shard, option.tensor),
         replicate_link=machine.replicate_link(shard, option.tensor),
         recompute=recompute,
         hidden_share=HIDDEN_SHARE,
     )
+    found = messages(replicate=replicate)
+    if replicate > 1:
+        found = found._replace(between_copies=found.exposed - messages().exposed)
     elements = step_elements(option.stage, trained, option.shard, option.accumulate, option.replicate, frozen)
     sent = elements.all_gather * widths.compute + (elements.reduce_scatter + elements.all_reduce) * widths.reduce
     own = trained / _slices(option)
@@ -442,9 +445,12 @@ def _update_seconds(job: Job, machine: Machine, option: Option, own: float, comp
 
 def _limited_by(machine: Machine, option: Option, seconds: StepSeconds) -> str:
     reach = option.shard * option.tensor if _slices(option) > 1 else machine.gpus
+    within = seconds.exposed - seconds.between_copies
+    copies = machine.named_link(machine.gpus)
     parts = {
         "computing": seconds.compute,
-        machine.named_link(reach): seconds.exposed,
+        copies: seconds.between_copies,
+        machine.named_link(reach): within + (seconds.between_copies if machine.named_link(reach) == copies else 0.0),
         "tensor parallelism's messages": seconds.tensor,
         "the optimizer's step": seconds.update,
         "the link to the host": seconds.transfer,
