@@ -64,7 +64,8 @@ def test_what_was_assumed_of_the_machine_is_shown() -> None:
     assert "assumed: H100 SXM 80 GB, 989 TFLOP/s" in shown
     assert "warning: memory is 24.00 GB, but an H100 SXM 80 GB has 84.93 GB" in shown
     own = _data("1.3e9", "--gpus", 8, "--gpu", "4090", "--host-memory", "512GB")
-    assert own["notes"] == ["assumed: RTX 4090, 165 TFLOP/s dense 16-bit, 200 Gbit/s to others of its node"]
+    assert own["notes"][0] == "assumed: RTX 4090, 165 TFLOP/s dense 16-bit, 200 Gbit/s to others of its node"
+    assert "no run on this kind" in own["notes"][1]
     faster = _data("1.3e9", "--gpus", 8, "--gpu", "4090", "--tflops", 330)
     assert faster["machine"]["gpu"]["peak"] == 330e12
 
@@ -111,6 +112,13 @@ def test_images_are_counted_a_second_and_the_unknown_is_not_a_number() -> None:
     assert "time unknown" in unknown.stdout
     assert "/s " not in unknown.stdout.split("options, best first")[1].split("runner-up")[0]
     assert _data("models:TinyGPT", "--gpus", 1)["best"]["seconds"] is None
+
+
+def test_no_config_is_pasted_that_trains_another_model() -> None:
+    """Oracle: onecopy train, which trains a small GPT-2 of its own where `model.path` is empty."""
+    assert 'path = "path/of/your/model"' in _data("1.3e9", "--gpus", 8)["config"]
+    assert _data("plan_images:build", "--gpus", 1)["config"] is None
+    assert "onecopy train" not in _plan("plan_images:build", "--gpus", 1).stdout
 
 
 def test_sizes_instead_of_a_model() -> None:

@@ -323,6 +323,7 @@ def test_the_config_is_one_that_train_takes(tmp_path: object) -> None:
     assert config.parallel.stage == option.stage == tomllib.loads(text)["parallel"]["stage"]
     assert config.parallel.accumulate == option.accumulate
     assert config.data.batch == 256
+    assert config.model.path, "without a path a small GPT-2 is trained"
 
 
 def test_the_call_is_python_that_names_the_choice() -> None:

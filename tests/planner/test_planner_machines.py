@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from functools import cache
+from math import ceil
 from time import process_time
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from calibrate_planner import planned, published, speed_ratio
 from onecopy.errors import SettingsError
 from onecopy.planner.answer.advice import Wishes, advise, options
+from onecopy.planner.answer.errors import FIT, TIME, expected
 from onecopy.planner.answer.estimate import Estimate, Job, Option, estimate, least_bytes
 from onecopy.planner.machine.doubts import assumed, doubts
 from onecopy.planner.machine.machine import GPUS, Machine, gpu_named, gpu_of
-from onecopy.planner.model.shape import from_count
+from onecopy.planner.model.shape import Shape, from_count
 from onecopy.planner.quantities import parse_bytes, parse_rate
 
 SHOWN = {
@@ -143,3 +145,16 @@ def test_a_model_far_too_large_is_answered_by_bounds() -> None:
     assert advice.best is None
     assert process_time() - start < 30
     assert {estimate.option.stage for estimate in advice.estimates} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("gpu", TIME)
+def test_the_error_that_is_shown_is_the_one_that_was_found(gpu: str) -> None:
+    """Oracle: MosaicML's table, compared here."""
+    found = [run for run in runs() if run[0]["gpu"] == gpu and run[0]["source"] == "llm-foundry"]
+    errors = sorted(abs(speed_ratio(*run) - 1) for run in found)
+    assert TIME[gpu] == pytest.approx(errors[ceil(0.9 * len(errors)) - 1], abs=0.01)
+    assert FIT[gpu] == (sum(estimate.fits for _, estimate in found), len(found))
+    line = expected(Machine(8, GPUS[gpu]), from_count(1e9))
+    assert f"within {TIME[gpu]:.0%}" in line
+    assert "no run on this kind" in expected(Machine(8, GPUS["t4"]), from_count(1e9))
+    assert "no transformer" in expected(Machine(8, GPUS[gpu]), Shape("net", (), None))

@@ -16,6 +16,7 @@ from onecopy.errors import SettingsError
 from onecopy.integrations.translation import Translation
 from onecopy.planner.answer.advice import Preset, Wishes, advise
 from onecopy.planner.answer.describe import describe
+from onecopy.planner.answer.errors import expected
 from onecopy.planner.answer.estimate import Job
 from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
 from onecopy.planner.answer.redundancy import redundancy
@@ -85,7 +86,7 @@ def run(request: Request) -> bool:
     shape = _shape(request)
     machine = _machine(request, console)
     job, wishes = _job(request, shape, machine, translation)
-    notes = _notes(request, machine, job.precision)
+    notes = _notes(request, machine, shape, job.precision)
     configured = _configured(job, machine, wishes) if request.zero_r else []
     advice = advise(job, machine, wishes)
     swept = None
@@ -101,7 +102,8 @@ def run(request: Request) -> bool:
         result: dict[str, Any] = as_dict(job, machine, advice)
         result["notes"] = notes
         result["shard_call"] = shard_call(job, chosen) if advice.best else None
-        result["config"] = config_toml(job, machine, chosen, _train_path(request)) if advice.best else None
+        trains = advice.best and job.shape.transformer
+        result["config"] = config_toml(job, machine, chosen, _train_path(request)) if trains else None
         if translation is not None:
             result["translation"] = translation.text().splitlines()
         if swept is not None:
@@ -191,11 +193,11 @@ def _machine(request: Request, console: Console) -> Machine:
     return Machine(request.gpus, gpu, request.nodes, parse_rate(request.link), host)
 
 
-def _notes(request: Request, machine: Machine, precision: str) -> list[str]:
+def _notes(request: Request, machine: Machine, shape: Shape, precision: str) -> list[str]:
     """What the plan takes for granted of the machine, and what of it is doubtful; one that was read is not."""
     if request.here:
-        return doubts(machine, machine.gpu, precision)
-    return [assumed(machine), *doubts(machine, gpu_of(request.gpu), precision)]
+        return [expected(machine, shape), *doubts(machine, machine.gpu, precision)]
+    return [assumed(machine), expected(machine, shape), *doubts(machine, gpu_of(request.gpu), precision)]
 
 
 def _job(request: Request, shape: Shape, machine: Machine, translation: Translation | None) -> tuple[Job, Wishes]:

@@ -128,6 +128,9 @@ def print_paste(console: Console, job: Job, machine: Machine, found: Estimate, m
     """The call and the config."""
     console.print("\nIn a script:\n", style="bold")
     console.print(shard_call(job, found), markup=False, highlight=False, soft_wrap=True)
+    if job.shape.transformer is None:
+        # It trains language models of transformers.
+        return
     console.print("\nFor `onecopy train`:\n", style="bold")
     console.print(config_toml(job, machine, found, model), markup=False, highlight=False, soft_wrap=True)
 

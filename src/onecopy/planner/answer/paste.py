@@ -66,16 +66,17 @@ def _offload(option: Option) -> str:
     return f"optimizer={place}" + (f", parameters={place}" if option.offload.startswith("parameters") else "")
 
 
+_YOURS = "path/of/your/model"
+
+
 def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) -> str:
     """The keys of `onecopy train`'s config that the plan decides.
 
     Args:
-        model: path of a transformers model or config; None leaves it out.
+        model: path of a transformers model or config; None asks for one, for without any another model is trained.
     """
     option = found.option
-    lines = []
-    if model is not None:
-        lines += ["[model]", f'path = "{model}"', ""]
+    lines = ["[model]", f'path = "{model or _YOURS}"', ""]
     lines += [
         "[data]",
         f"sequence_length = {job.sequence}",
