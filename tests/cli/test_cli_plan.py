@@ -209,8 +209,29 @@ def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
     assert {option["option"]["stage"] for option in data["options"]} == {2}
     assert {(o["option"]["micro_batch"], o["option"]["accumulate"]) for o in data["options"]} == {(2, 4)}
     assert any("ignored: zero_optimization.overlap_comm" in line for line in data["translation"])
+    # Options win over the file, and it is said.
+    own = _data("1.3e9", "--gpus", 8, "--from-deepspeed", file, "--stage", 3, "--precision", "fp16")
+    assert {option["option"]["stage"] for option in own["options"]} == {3}
+    assert own["precision"] == "fp16"
+    assert own["notes"][-2:] == [
+        "--stage 3 stands, where the file says 2",
+        "--precision fp16 stands, where the file says bf16",
+    ]
     alone = _plan("--from-deepspeed", file)
     assert "stage = 2" in alone.stdout
+
+
+def test_what_is_translated_is_planned_with(tmp_path: Path) -> None:
+    """MiCS's shards of 4 ranks; checkpoints that Accelerate makes around blocks."""
+    mics = tmp_path / "ds.json"
+    mics.write_text(json.dumps({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}))
+    found = _data("1.3e9", "--gpus", 16, "--nodes", 2, "--from-deepspeed", mics)["options"]
+    assert {(one["option"]["shard"], one["option"]["replicate"]) for one in found} == {(4, 4)}
+    assert "must divide the 6" in _plan("1.3e9", "--gpus", 6, "--from-deepspeed", mics, code=2).stderr
+    fsdp = tmp_path / "fsdp.yaml"
+    fsdp.write_text("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_activation_checkpointing: true\n")
+    found = _data("1.3e9", "--gpus", 8, "--from-accelerate", fsdp)["options"]
+    assert {one["option"]["checkpointing"] for one in found} == {"units"}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,9 @@ def plan(
         int | None,
         _option("Ranks of a node that share each sample and block; 1, 2, 4, ... searched if not given.", "INT", _MODEL),
     ] = None,
-    precision: Annotated[str, _option("bf16, bf16-lean, fp16 or fp32.", "TEXT", _MODEL)] = "bf16",
+    precision: Annotated[
+        str | None, _option("bf16, bf16-lean, fp16 or fp32; bf16 if not given.", "TEXT", _MODEL)
+    ] = None,
     optimizer: Annotated[str, _option("AdamW's implementation: fused, foreach, for-loop.", "TEXT", _MODEL)] = "fused",
     gpus: Annotated[int | None, _option("On all nodes.", "INT", _MACHINE)] = None,
     nodes: Annotated[int, _option("Hosts.", "INT", _MACHINE)] = 1,

@@ -45,7 +45,7 @@ class Request:
     stage: int | None
     checkpointing: str | None
     tensor: int | None
-    precision: str
+    precision: str | None
     optimizer: str
     gpus: int | None
     nodes: int
@@ -86,7 +86,7 @@ def run(request: Request) -> bool:
     shape = _shape(request)
     machine = _machine(request, console)
     job, wishes = _job(request, shape, machine, translation)
-    notes = _notes(request, machine, shape, job.precision)
+    notes = _notes(request, machine, shape, job.precision) + _overrides(request, translation)
     configured = _configured(job, machine, wishes) if request.zero_r else []
     advice = advise(job, machine, wishes)
     swept = None
@@ -200,9 +200,22 @@ def _notes(request: Request, machine: Machine, shape: Shape, precision: str) -> 
     return [assumed(machine), expected(machine, shape), *doubts(machine, gpu_of(request.gpu), precision)]
 
 
+def _overrides(request: Request, translation: Translation | None) -> list[str]:
+    """What of the file does not stand, since an option says otherwise; a line each."""
+    if translation is None:
+        return []
+    pairs = {"stage": translation.stage, "precision": translation.precision, "micro_batch": translation.micro_batch}
+    return [
+        f"--{name.replace('_', '-')} {asked} stands, where the file says {said}"
+        for name, said in pairs.items()
+        if (asked := getattr(request, name)) is not None and said is not None and asked != said
+    ]
+
+
 def _job(request: Request, shape: Shape, machine: Machine, translation: Translation | None) -> tuple[Job, Wishes]:
     preset: Preset = _one_of("preset", request.preset, get_args(Preset))
-    precision = _one_of("precision", request.precision, ("bf16", "bf16-lean", "fp16", "fp32"))
+    asked = request.precision or (translation and translation.precision) or "bf16"
+    precision = _one_of("precision", asked, ("bf16", "bf16-lean", "fp16", "fp32"))
     optimizer = _one_of("optimizer", request.optimizer, ("fused", "foreach", "for-loop"))
     checkpointing = request.checkpointing and _one_of("checkpointing", request.checkpointing, CHECKPOINTING)
     for name, value in (
@@ -223,13 +236,14 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
     tensor = request.tensor or (1 if request.simulate else None)
     wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, tensor, preset)
     if translation is not None:
-        job = replace(job, precision=translation.precision or job.precision)
         batch = translation.global_batch
         if batch is None and translation.micro_batch:
             batch = translation.micro_batch * (translation.accumulate or 1) * machine.gpus
         wishes = replace(
             wishes,
-            stage=translation.stage,
+            stage=translation.stage if wishes.stage is None else wishes.stage,
+            shard=translation.shard,
+            checkpointing=wishes.checkpointing or ("units" if translation.checkpointing else None),
             # These settings know no tensor axis.
             tensor=wishes.tensor or 1,
             micro_batch=wishes.micro_batch or translation.micro_batch,

@@ -30,6 +30,7 @@ class Wishes:
     Attributes:
         global_batch: samples in a step over all ranks.
         tensor: M, ranks that share each sample and each block.
+        shard: N, ranks that share slices.
     """
 
     stage: int | None = None
@@ -38,6 +39,7 @@ class Wishes:
     checkpointing: Checkpointing | None = None
     tensor: int | None = None
     preset: Preset = "fast"
+    shard: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ def _options_over(tensor: int, machine: Machine, wishes: Wishes) -> Iterator[Opt
         shards = [ranks]
         if Stage.of(stage).shards_optimizer and 1 < neighbours < ranks:
             shards.append(neighbours)
+        if wishes.shard is not None:
+            if ranks % wishes.shard:
+                raise SettingsError(f"{wishes.shard} ranks that share slices must divide the {ranks} that there are")
+            shards = [wishes.shard if Stage.of(stage).shards_optimizer else ranks]
         offloads = [o for o in OFFLOADS if _offloadable(stage, o)] if tensor == 1 else OFFLOADS[:1]
         if machine.computes_on_host:
             offloads = [o for o in offloads if not o.endswith("cpu")]
