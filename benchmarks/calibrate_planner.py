@@ -66,18 +66,24 @@ class Run:
 
 
 def read_runs() -> list[Run]:
-    """The runs that finished, without pipeline parallelism, tensor-parallel within a node."""
+    """The runs that finished and agree with themselves, without pipeline parallelism, tensor-parallel within a node."""
     rows = list(csv.DictReader(RUNS.open()))
     return [
         Run(
             row["model"],
             *(int(row[key]) for key in ("nodes", "mbs", "gas", "dp", "tp", "zero")),
-            float(row["mem_gb"]) * 1e9,
+            # nanotron divides by 1024³, whatever the column is called.
+            float(row["mem_gb"]) * 2**30,
             float(row["tok_s_gpu"]),
         )
         for row in rows
-        if row["pp"] == "1" and int(row["tp"]) <= 8 and row["mem_gb"] not in ("", "nan")
+        if row["pp"] == "1" and int(row["tp"]) <= 8 and row["mem_gb"] not in ("", "nan") and _agrees(row)
     ]
+
+
+def _agrees(row: dict[str, str]) -> bool:
+    """Whether micro-batch, accumulation and data parallelism make the global batch that the row says."""
+    return int(row["mbs"]) * int(row["gas"]) * int(row["dp"]) == int(row["gbs"])
 
 
 def halves(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:

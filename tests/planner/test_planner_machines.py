@@ -9,7 +9,7 @@ from time import process_time
 
 import pytest
 
-from calibrate_planner import planned, published, speed_ratio
+from calibrate_planner import planned, published, read_runs, speed_ratio
 from onecopy.errors import SettingsError
 from onecopy.planner.answer.advice import Wishes, advise, options
 from onecopy.planner.answer.errors import FIT, TIME, expected
@@ -158,3 +158,15 @@ def test_the_error_that_is_shown_is_the_one_that_was_found(gpu: str) -> None:
     assert f"within {TIME[gpu]:.0%}" in line
     assert "no run on this kind" in expected(Machine(8, GPUS["t4"]), from_count(1e9))
     assert "no transformer" in expected(Machine(8, GPUS[gpu]), Shape("net", (), None))
+
+
+def test_runs_of_the_playbook_are_read_in_gib_and_without_those_that_contradict_themselves() -> None:
+    """By hand: 1B on 8 GPUs, 1 × 32 samples at stage 0 shows 36.7; four rows of 224 have half of their global batch."""
+    found = read_runs()
+    assert len(found) == 220
+    (one,) = [
+        run
+        for run in found
+        if (run.model, run.nodes, run.micro_batch, run.micro_batches) == ("1B", 1, 1, 32) and run.stage == 0
+    ]
+    assert one.memory == 36.7 * 1024**3
