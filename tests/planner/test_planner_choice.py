@@ -41,9 +41,12 @@ def test_the_front_keeps_what_is_best_in_something() -> None:
 def test_one_gpu_is_told_to_shard_nothing() -> None:
     """Of one rank there is nothing to share; where stage 0 does not fit, units that are cast one by one still help."""
     one = Machine(1, gpu_of("rtx4090"))
-    best = advise(Job(from_count(3e8), 1024), one).best
-    assert best is not None
-    assert (best.option.stage, best.option.offload) == (0, "none")
+    advice = advise(Job(from_count(3e8), 1024), one)
+    for found in (advice.best, advice.runner_up):
+        assert found is not None
+        assert (found.option.stage, found.option.offload) == (0, "none") or found.option.offload != "none"
+    assert advice.best is not None
+    assert advice.best.option.stage == 0
 
 
 def test_activations_stay_on_the_device_where_the_host_is_too_small() -> None:

@@ -97,6 +97,13 @@ def test_without_inputs_the_time_is_unknown() -> None:
     assert found.speed == "time unknown"
 
 
+@pytest.mark.parametrize("factory, parameters", [("moved", 8 * 8 + 8 + 8 + 8), ("truncated", 8 * 8 + 8)])
+def test_factories_that_move_and_look_are_built(factory: str, parameters: int) -> None:
+    """By hand. `Module.to` swaps fake parameters only where nothing refers to them: the memo of the fake mode, a
+    private name, must be empty. PEFT's `get_peft_model` does this, and `trunc_normal_` asks for values."""
+    assert described(f"plan_built:{factory}").parameters == parameters
+
+
 def test_a_length_that_nothing_takes_is_an_error() -> None:
     with pytest.raises(SettingsError, match=r"--seq needs a function example_inputs\(samples, sequence\)"):
         describe("plan_images:build", sequence=128)

@@ -33,7 +33,7 @@ def print_plan(
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
     console.print(
         f"{job.shape.name}: {count(job.shape.parameters)} parameters in {len(job.shape.units)} units, {job.precision}"
-        f"{sequence}, {machine.gpus} GPUs{nodes} of {gigabytes(machine.gpu.memory)}",
+        f"{sequence}, {machine.gpus} GPU{'s' if machine.gpus > 1 else ''}{nodes} of {gigabytes(machine.gpu.memory)}",
         soft_wrap=True,
     )
     for note in notes:

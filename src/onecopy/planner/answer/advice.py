@@ -137,7 +137,8 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     found = [estimate(job, machine, option) for option in _worth_a_look(job, machine, options(job, machine, wishes))]
     room = (1 - MARGINS[wishes.preset]) * machine.gpu.memory
     fitting = [e for e in found if e.fits and e.peak <= room]
-    ready = _undominated(_sharding_where_there_are_ranks([e for e in fitting if e.available]))
+    allowed = _sharding_where_there_are_ranks([e for e in fitting if e.available])
+    ready = _undominated(allowed)
     found.sort(
         key=lambda e: (
             not (e.fits and e.peak <= room),
@@ -149,7 +150,7 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     if not ready:
         return Advice(found, None, _why_nothing(found, room), None, _remedies(job, machine, wishes, found), None)
     best = _choose(ready, wishes.preset, machine)
-    others = [e for e in fitting if e.available and e.option.kind != best.option.kind]
+    others = [e for e in allowed if e.option.kind != best.option.kind]
     runner_up = _choose(others, wishes.preset, machine) if others else None
     faster = [e for e in fitting if e.tokens_per_second > best.tokens_per_second * (1 + _ALIKE)]
     later = max(faster, key=lambda e: e.tokens_per_second, default=None) if wishes.preset != "frugal" else None
