@@ -25,6 +25,7 @@ from typing import Any
 import numpy
 
 from onecopy.planner.answer.estimate import Estimate, Job, Option, estimate
+from onecopy.planner.formulas.activations import IN_PLACE_LOSS_BYTES, LOSS_BYTES
 from onecopy.planner.formulas.calibrated import utilisation
 from onecopy.planner.formulas.memory import model_state_bytes
 from onecopy.planner.formulas.time import all_reduce_seconds, overlap, step_flops
@@ -65,18 +66,24 @@ class Run:
 
 
 def read_runs() -> list[Run]:
-    """The runs that finished, without pipeline parallelism, tensor-parallel within a node."""
+    """The runs that finished and agree with themselves, without pipeline parallelism, tensor-parallel within a node."""
     rows = list(csv.DictReader(RUNS.open()))
     return [
         Run(
             row["model"],
             *(int(row[key]) for key in ("nodes", "mbs", "gas", "dp", "tp", "zero")),
-            float(row["mem_gb"]) * 1e9,
+            # nanotron divides by 1024³, whatever the column is called.
+            float(row["mem_gb"]) * 2**30,
             float(row["tok_s_gpu"]),
         )
         for row in rows
-        if row["pp"] == "1" and int(row["tp"]) <= 8 and row["mem_gb"] not in ("", "nan")
+        if row["pp"] == "1" and int(row["tp"]) <= 8 and row["mem_gb"] not in ("", "nan") and _agrees(row)
     ]
+
+
+def _agrees(row: dict[str, str]) -> bool:
+    """Whether micro-batch, accumulation and data parallelism make the global batch that the row says."""
+    return int(row["mbs"]) * int(row["gas"]) * int(row["dp"]) == int(row["gbs"])
 
 
 def halves(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
@@ -196,7 +203,9 @@ def planned(row: dict[str, str]) -> Estimate:
     # The MLP is made as wide as the parameters say, whatever the family.
     wide = round((int(row["parameters"]) - 50_304 * hidden) / layers / hidden / 2 - 2 * hidden)
     shape = from_sizes(layers, hidden, intermediate=wide)
-    job = Job(shape, int(row["seq"]), "bf16", "fused")
+    # llm-foundry's MPT takes flash-attention's cross-entropy, which writes over the logits.
+    loss = IN_PLACE_LOSS_BYTES if row["source"] == "llm-foundry" else LOSS_BYTES
+    job = Job(shape, int(row["seq"]), "bf16", "fused", loss)
     slow = row["source"] == "llm-foundry" and row["gpu"].startswith("a100")
     machine = Machine(gpus, GPUS[row["gpu"]], max(1, gpus // 8), link=25e9 if slow else 50e9)
     kind: Checkpointing = "units" if row["checkpointing"] == "units" else "off"

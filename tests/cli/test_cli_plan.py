@@ -49,7 +49,7 @@ def test_the_issues_example() -> None:
     )
     for expected in (
         "7.5 B parameters",
-        "optimizer temporaries",
+        "optimizer",
         "tokens/s",
         "onecopy.shard(model, stage=",
         "[parallel]",
@@ -63,8 +63,9 @@ def test_what_was_assumed_of_the_machine_is_shown() -> None:
     shown = _plan("1.3e9", "--gpus", 8, "--gpu-memory", "24GB").stdout
     assert "assumed: H100 SXM 80 GB, 989 TFLOP/s" in shown
     assert "warning: memory is 24.00 GB, but an H100 SXM 80 GB has 84.93 GB" in shown
-    own = _data("1.3e9", "--gpus", 8, "--gpu", "4090")
-    assert own["notes"] == ["assumed: RTX 4090, 165 TFLOP/s dense 16-bit, 200 Gbit/s to others of its node"]
+    own = _data("1.3e9", "--gpus", 8, "--gpu", "4090", "--host-memory", "512GB")
+    assert own["notes"][0] == "assumed: RTX 4090, 165 TFLOP/s dense 16-bit, 200 Gbit/s to others of its node"
+    assert "no run on this kind" in own["notes"][1]
     faster = _data("1.3e9", "--gpus", 8, "--gpu", "4090", "--tflops", 330)
     assert faster["machine"]["gpu"]["peak"] == 330e12
 
@@ -102,6 +103,22 @@ def test_a_python_factory_is_measured() -> None:
     # Each block keeps its input and what the tanh returned, in bf16.
     assert data["options"][0]["option"]["checkpointing"] == "off"
     assert data["options"][0]["memory"]["forward"]["activations"] == pytest.approx(16 * 4 * (64 + 128) * 2, rel=0.05)
+
+
+def test_images_are_counted_a_second_and_the_unknown_is_not_a_number() -> None:
+    """Oracle: one convolution by hand; a factory without example_inputs."""
+    assert "samples/s" in _plan("plan_images:build", "--gpus", 1).stdout
+    unknown = _plan("models:TinyGPT", "--gpus", 1)
+    assert "time unknown" in unknown.stdout
+    assert "/s " not in unknown.stdout.split("options, best first")[1].split("runner-up")[0]
+    assert _data("models:TinyGPT", "--gpus", 1)["best"]["seconds"] is None
+
+
+def test_no_config_is_pasted_that_trains_another_model() -> None:
+    """Oracle: onecopy train, which trains a small GPT-2 of its own where `model.path` is empty."""
+    assert 'path = "path/of/your/model"' in _data("1.3e9", "--gpus", 8)["config"]
+    assert _data("plan_images:build", "--gpus", 1)["config"] is None
+    assert "onecopy train" not in _plan("plan_images:build", "--gpus", 1).stdout
 
 
 def test_sizes_instead_of_a_model() -> None:
@@ -192,8 +209,29 @@ def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
     assert {option["option"]["stage"] for option in data["options"]} == {2}
     assert {(o["option"]["micro_batch"], o["option"]["accumulate"]) for o in data["options"]} == {(2, 4)}
     assert any("ignored: zero_optimization.overlap_comm" in line for line in data["translation"])
+    # Options win over the file, and it is said.
+    own = _data("1.3e9", "--gpus", 8, "--from-deepspeed", file, "--stage", 3, "--precision", "fp16")
+    assert {option["option"]["stage"] for option in own["options"]} == {3}
+    assert own["precision"] == "fp16"
+    assert own["notes"][-2:] == [
+        "--stage 3 stands, where the file says 2",
+        "--precision fp16 stands, where the file says bf16",
+    ]
     alone = _plan("--from-deepspeed", file)
     assert "stage = 2" in alone.stdout
+
+
+def test_what_is_translated_is_planned_with(tmp_path: Path) -> None:
+    """MiCS's shards of 4 ranks; checkpoints that Accelerate makes around blocks."""
+    mics = tmp_path / "ds.json"
+    mics.write_text(json.dumps({"zero_optimization": {"stage": 3, "mics_shard_size": 4}}))
+    found = _data("1.3e9", "--gpus", 16, "--nodes", 2, "--from-deepspeed", mics)["options"]
+    assert {(one["option"]["shard"], one["option"]["replicate"]) for one in found} == {(4, 4)}
+    assert "must divide the 6" in _plan("1.3e9", "--gpus", 6, "--from-deepspeed", mics, code=2).stderr
+    fsdp = tmp_path / "fsdp.yaml"
+    fsdp.write_text("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_activation_checkpointing: true\n")
+    found = _data("1.3e9", "--gpus", 8, "--from-accelerate", fsdp)["options"]
+    assert {one["option"]["checkpointing"] for one in found} == {"units"}
 
 
 @pytest.mark.parametrize(
@@ -212,6 +250,10 @@ def test_deepspeeds_settings_are_planned_with(tmp_path: Path) -> None:
         (["no.such:thing", "--gpus", "8"], "cannot import"),
         (["plan_models:nothing", "--gpus", "8"], "no function 'nothing'"),
         (["plan_models:number", "--gpus", "8"], "must make an nn.Module"),
+        (
+            ["plan_images:build", "--gpus", "8", "--seq", "128"],
+            "--seq needs a function example_inputs(samples, sequence)",
+        ),
         (["--layers", "4", "--gpus", "8"], "go together"),
         (["--gpus", "8"], "give a MODEL"),
         (["missing.json", "--gpus", "8"], "found no 'missing.json'"),

@@ -258,7 +258,7 @@ def test_offloading_moves_bytes_to_the_host() -> None:
 
 
 def test_every_phase_has_every_category() -> None:
-    found = estimate(JOB, EIGHT, Option(3, 1, 1, "off", "none", 8))
+    found = estimate(replace(JOB, implementation="foreach"), EIGHT, Option(3, 1, 1, "off", "none", 8))
     assert list(found.peaks) == ["load", "forward", "backward", "step", "save"]
     assert all(set(sizes) == set(CATEGORIES) for sizes in found.peaks.values())
     assert found.peaks["step"]["optimizer_temporaries"] == pytest.approx(4 * 7.5e9 / 8, rel=0.001)
@@ -323,6 +323,7 @@ def test_the_config_is_one_that_train_takes(tmp_path: object) -> None:
     assert config.parallel.stage == option.stage == tomllib.loads(text)["parallel"]["stage"]
     assert config.parallel.accumulate == option.accumulate
     assert config.data.batch == 256
+    assert config.model.path, "without a path a small GPT-2 is trained"
 
 
 def test_the_call_is_python_that_names_the_choice() -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import statistics
 from functools import cache
+from math import ceil
 from time import process_time
 
 import pytest
 
-from calibrate_planner import planned, published, speed_ratio
+from calibrate_planner import planned, published, read_runs, speed_ratio
 from onecopy.errors import SettingsError
 from onecopy.planner.answer.advice import Wishes, advise, options
+from onecopy.planner.answer.errors import FIT, TIME, expected
 from onecopy.planner.answer.estimate import Estimate, Job, Option, estimate, least_bytes
 from onecopy.planner.machine.doubts import assumed, doubts
 from onecopy.planner.machine.machine import GPUS, Machine, gpu_named, gpu_of
-from onecopy.planner.model.shape import from_count
+from onecopy.planner.model.shape import Shape, from_count
 from onecopy.planner.quantities import parse_bytes, parse_rate
 
 SHOWN = {
@@ -102,9 +104,10 @@ def test_a_number_without_a_unit_asks_for_one(parse: object, text: str) -> None:
 
 def test_what_is_assumed_is_said() -> None:
     """Oracle: the data sheet of an H100 SXM: 989 TFLOP/s, 450 GB/s in each direction."""
-    assert assumed(Machine(8, gpu_of("h100"))) == (
+    assert assumed(Machine(8, gpu_of("h100"), host_memory=1e12)) == (
         "assumed: H100 SXM 80 GB, 989 TFLOP/s dense 16-bit, 3,600 Gbit/s to others of its node"
     )
+    assert assumed(Machine(8, gpu_of("h100", memory=24e9))).endswith("node, 384.00 GB of host memory a node")
     assert "400 Gbit/s for each GPU between nodes" in assumed(Machine(16, gpu_of("h100"), nodes=2))
 
 
@@ -142,3 +145,28 @@ def test_a_model_far_too_large_is_answered_by_bounds() -> None:
     assert advice.best is None
     assert process_time() - start < 30
     assert {estimate.option.stage for estimate in advice.estimates} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("gpu", TIME)
+def test_the_error_that_is_shown_is_the_one_that_was_found(gpu: str) -> None:
+    """Oracle: MosaicML's table, compared here."""
+    found = [run for run in runs() if run[0]["gpu"] == gpu and run[0]["source"] == "llm-foundry"]
+    errors = sorted(abs(speed_ratio(*run) - 1) for run in found)
+    assert TIME[gpu] == pytest.approx(errors[ceil(0.9 * len(errors)) - 1], abs=0.01)
+    assert FIT[gpu] == (sum(estimate.fits for _, estimate in found), len(found))
+    line = expected(Machine(8, GPUS[gpu]), from_count(1e9))
+    assert f"within {TIME[gpu]:.0%}" in line
+    assert "no run on this kind" in expected(Machine(8, GPUS["t4"]), from_count(1e9))
+    assert "no transformer" in expected(Machine(8, GPUS[gpu]), Shape("net", (), None))
+
+
+def test_runs_of_the_playbook_are_read_in_gib_and_without_those_that_contradict_themselves() -> None:
+    """By hand: 1B on 8 GPUs, 1 × 32 samples at stage 0 shows 36.7; four rows of 224 have half of their global batch."""
+    found = read_runs()
+    assert len(found) == 220
+    (one,) = [
+        run
+        for run in found
+        if (run.model, run.nodes, run.micro_batch, run.micro_batches) == ("1B", 1, 1, 32) and run.stage == 0
+    ]
+    assert one.memory == 36.7 * 1024**3

@@ -30,7 +30,7 @@ def plan(
     hidden: Annotated[int | None, _option("Width, instead of MODEL.", "INT", _MODEL)] = None,
     heads: Annotated[int | None, _option("Attention heads; hidden / 128 if not given.", "INT", _MODEL)] = None,
     vocabulary: Annotated[int, _option("Tokens, beside --layers.", "INT", _MODEL)] = 50_304,
-    seq: Annotated[int, _option("Tokens in a sample.", "INT", _MODEL)] = 2048,
+    seq: Annotated[int | None, _option("Tokens in a sample; 2048 if not given.", "INT", _MODEL)] = None,
     micro_batch: Annotated[
         int | None, _option("Samples of a rank at once; searched if not given.", "INT", _MODEL)
     ] = None,
@@ -43,8 +43,10 @@ def plan(
         int | None,
         _option("Ranks of a node that share each sample and block; 1, 2, 4, ... searched if not given.", "INT", _MODEL),
     ] = None,
-    precision: Annotated[str, _option("bf16, bf16-lean, fp16 or fp32.", "TEXT", _MODEL)] = "bf16",
-    optimizer: Annotated[str, _option("AdamW's implementation: foreach, fused, for-loop.", "TEXT", _MODEL)] = "foreach",
+    precision: Annotated[
+        str | None, _option("bf16, bf16-lean, fp16 or fp32; bf16 if not given.", "TEXT", _MODEL)
+    ] = None,
+    optimizer: Annotated[str, _option("AdamW's implementation: fused, foreach, for-loop.", "TEXT", _MODEL)] = "fused",
     gpus: Annotated[int | None, _option("On all nodes.", "INT", _MACHINE)] = None,
     nodes: Annotated[int, _option("Hosts.", "INT", _MACHINE)] = 1,
     gpu: Annotated[str, _option("Kind: h100, a100, v100, rtx4090, mi300x, …", "TEXT", _MACHINE)] = "h100",

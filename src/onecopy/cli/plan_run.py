@@ -16,6 +16,7 @@ from onecopy.errors import SettingsError
 from onecopy.integrations.translation import Translation
 from onecopy.planner.answer.advice import Preset, Wishes, advise
 from onecopy.planner.answer.describe import describe
+from onecopy.planner.answer.errors import expected
 from onecopy.planner.answer.estimate import Job
 from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
 from onecopy.planner.answer.redundancy import redundancy
@@ -38,13 +39,13 @@ class Request:
     hidden: int | None
     heads: int | None
     vocabulary: int
-    seq: int
+    seq: int | None
     micro_batch: int | None
     global_batch: int | None
     stage: int | None
     checkpointing: str | None
     tensor: int | None
-    precision: str
+    precision: str | None
     optimizer: str
     gpus: int | None
     nodes: int
@@ -85,7 +86,7 @@ def run(request: Request) -> bool:
     shape = _shape(request)
     machine = _machine(request, console)
     job, wishes = _job(request, shape, machine, translation)
-    notes = _notes(request, machine, job.precision)
+    notes = _notes(request, machine, shape, job.precision) + _overrides(request, translation)
     configured = _configured(job, machine, wishes) if request.zero_r else []
     advice = advise(job, machine, wishes)
     swept = None
@@ -101,7 +102,8 @@ def run(request: Request) -> bool:
         result: dict[str, Any] = as_dict(job, machine, advice)
         result["notes"] = notes
         result["shard_call"] = shard_call(job, chosen) if advice.best else None
-        result["config"] = config_toml(job, machine, chosen, _train_path(request)) if advice.best else None
+        trains = advice.best and job.shape.transformer
+        result["config"] = config_toml(job, machine, chosen, _train_path(request)) if trains else None
         if translation is not None:
             result["translation"] = translation.text().splitlines()
         if swept is not None:
@@ -166,7 +168,7 @@ def _shape(request: Request) -> Shape:
         return from_sizes(request.layers, request.hidden, heads=request.heads, vocabulary=request.vocabulary)
     if request.model is None:
         raise SettingsError("give a MODEL, or --layers and --hidden; `onecopy plan --help` says what it may be")
-    return describe(request.model)
+    return describe(request.model, sequence=request.seq)
 
 
 def _machine(request: Request, console: Console) -> Machine:
@@ -191,17 +193,30 @@ def _machine(request: Request, console: Console) -> Machine:
     return Machine(request.gpus, gpu, request.nodes, parse_rate(request.link), host)
 
 
-def _notes(request: Request, machine: Machine, precision: str) -> list[str]:
+def _notes(request: Request, machine: Machine, shape: Shape, precision: str) -> list[str]:
     """What the plan takes for granted of the machine, and what of it is doubtful; one that was read is not."""
     if request.here:
-        return doubts(machine, machine.gpu, precision)
-    return [assumed(machine), *doubts(machine, gpu_of(request.gpu), precision)]
+        return [expected(machine, shape), *doubts(machine, machine.gpu, precision)]
+    return [assumed(machine), expected(machine, shape), *doubts(machine, gpu_of(request.gpu), precision)]
+
+
+def _overrides(request: Request, translation: Translation | None) -> list[str]:
+    """What of the file does not stand, since an option says otherwise; a line each."""
+    if translation is None:
+        return []
+    pairs = {"stage": translation.stage, "precision": translation.precision, "micro_batch": translation.micro_batch}
+    return [
+        f"--{name.replace('_', '-')} {asked} stands, where the file says {said}"
+        for name, said in pairs.items()
+        if (asked := getattr(request, name)) is not None and said is not None and asked != said
+    ]
 
 
 def _job(request: Request, shape: Shape, machine: Machine, translation: Translation | None) -> tuple[Job, Wishes]:
     preset: Preset = _one_of("preset", request.preset, get_args(Preset))
-    precision = _one_of("precision", request.precision, ("bf16", "bf16-lean", "fp16", "fp32"))
-    optimizer = _one_of("optimizer", request.optimizer, ("foreach", "fused", "for-loop"))
+    asked = request.precision or (translation and translation.precision) or "bf16"
+    precision = _one_of("precision", asked, ("bf16", "bf16-lean", "fp16", "fp32"))
+    optimizer = _one_of("optimizer", request.optimizer, ("fused", "foreach", "for-loop"))
     checkpointing = request.checkpointing and _one_of("checkpointing", request.checkpointing, CHECKPOINTING)
     for name, value in (
         ("seq", request.seq),
@@ -212,26 +227,36 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
         if value is not None and value < 1:
             raise SettingsError(f"--{name} must be positive; found {value}")
     sizes = shape.transformer
-    if sizes is not None and sizes.sequence is not None and request.seq > sizes.sequence:
+    if sizes is not None and sizes.sequence is not None and (request.seq or 0) > sizes.sequence:
         raise SettingsError(f"--seq is {request.seq} but the model has {sizes.sequence} positions")
-    job = Job(shape, request.seq if sizes else 1, precision, optimizer)
+    if request.seq is not None and shape.rate == "samples":
+        raise SettingsError(f"--seq says nothing about {shape.name}, whose samples have no tokens; leave it out")
+    job = Job(shape, _sequence(shape, request.seq), precision, optimizer)
     # Ranks are simulated without a tensor axis.
     tensor = request.tensor or (1 if request.simulate else None)
     wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, tensor, preset)
     if translation is not None:
-        job = replace(job, precision=translation.precision or job.precision)
         batch = translation.global_batch
         if batch is None and translation.micro_batch:
             batch = translation.micro_batch * (translation.accumulate or 1) * machine.gpus
         wishes = replace(
             wishes,
-            stage=translation.stage,
+            stage=translation.stage if wishes.stage is None else wishes.stage,
+            shard=translation.shard,
+            checkpointing=wishes.checkpointing or ("units" if translation.checkpointing else None),
             # These settings know no tensor axis.
             tensor=wishes.tensor or 1,
             micro_batch=wishes.micro_batch or translation.micro_batch,
             global_batch=wishes.global_batch or batch,
         )
     return job, wishes
+
+
+def _sequence(shape: Shape, asked: int | None) -> int:
+    """Tokens of a sample: as asked, as counted, or 2048 if the model has so many positions; 1 where there are none."""
+    if shape.transformer is not None:
+        return asked or min(2048, shape.transformer.sequence or 2048)
+    return (shape.work.tokens if shape.work else None) or 1
 
 
 def _one_of(name: str, value: str, known: tuple[Any, ...]) -> Any:

@@ -29,17 +29,17 @@ def print_plan(
     Args:
         notes: lines on the machine.
     """
-    sequence = f", sequences of {job.sequence:,}" if job.shape.transformer else ""
+    sequence = f", sequences of {job.sequence:,}" if job.shape.rate == "tokens" else ""
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
     console.print(
         f"{job.shape.name}: {count(job.shape.parameters)} parameters in {len(job.shape.units)} units, {job.precision}"
-        f"{sequence}, {machine.gpus} GPUs{nodes} of {gigabytes(machine.gpu.memory)}",
+        f"{sequence}, {machine.gpus} GPU{'s' if machine.gpus > 1 else ''}{nodes} of {gigabytes(machine.gpu.memory)}",
         soft_wrap=True,
     )
     for note in notes:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
     if job.shape.transformer is None and not any(unit.activations for unit in job.shape.units):
-        console.print("activations are not known: the module has no example_inputs function to measure them with")
+        console.print("time unknown, and activations: the module has no example_inputs function to measure them with")
     first = [] if advice.best is None else [advice.best]
     _print_options(console, [*first, *advice.estimates], rows)
     if advice.best is not None:
@@ -57,7 +57,7 @@ def print_plan(
 
 
 def _line(found: Estimate) -> str:
-    return f"{found.option.words()}: {found.tokens_per_second:,.0f} tokens/s, {gigabytes(found.peak)}"
+    return f"{found.option.words()}: {found.speed}, {gigabytes(found.peak)}"
 
 
 def _print_options(console: Console, estimates: Sequence[Estimate], rows: int) -> None:
@@ -75,9 +75,9 @@ def _print_options(console: Console, estimates: Sequence[Estimate], rows: int) -
             "fits": "yes" if found.fits else "no",
             "host": gigabytes(found.host),
             "sent": gigabytes(found.bytes_sent + found.activations_sent),
-            "step": seconds(found.seconds.total),
+            "step": seconds(found.seconds.total) if found.rate else "unknown",
             "exposed": seconds(found.seconds.exposed),
-            "tokens/s": f"{found.tokens_per_second:,.0f}",
+            "speed": found.speed if found.rate else "unknown",
             "limited by": found.limited_by,
         }
         words = found.option.words() + ("" if found.available else " *")
@@ -85,8 +85,8 @@ def _print_options(console: Console, estimates: Sequence[Estimate], rows: int) -
     console.print(table)
 
 
-_COLUMNS: Final = ("peak", "in", "fits", "host", "sent", "step", "exposed", "tokens/s", "limited by")
-_NARROW: Final = ("peak", "fits", "step", "tokens/s")
+_COLUMNS: Final = ("peak", "in", "fits", "host", "sent", "step", "exposed", "speed", "limited by")
+_NARROW: Final = ("peak", "fits", "step", "speed")
 _WIDE: Final = 140
 """Characters from which all columns are shown."""
 
@@ -128,6 +128,9 @@ def print_paste(console: Console, job: Job, machine: Machine, found: Estimate, m
     """The call and the config."""
     console.print("\nIn a script:\n", style="bold")
     console.print(shard_call(job, found), markup=False, highlight=False, soft_wrap=True)
+    if job.shape.transformer is None:
+        # It trains language models of transformers.
+        return
     console.print("\nFor `onecopy train`:\n", style="bold")
     console.print(config_toml(job, machine, found, model), markup=False, highlight=False, soft_wrap=True)
 

@@ -96,7 +96,7 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
         "bytes_sent": elements.total * schedule.widths.reduce,
         "activations_sent": gathered if option.checkpointing.startswith("P_a") else 0.0,
     }
-    if (machine := _machine(world)) is not None:
+    if sizes is not None and (machine := _machine(world)) is not None:
         planned["seconds"] = step_seconds(job, machine, option, schedule, units)[0].total
     return planned
 

@@ -30,6 +30,7 @@ class Wishes:
     Attributes:
         global_batch: samples in a step over all ranks.
         tensor: M, ranks that share each sample and each block.
+        shard: N, ranks that share slices.
     """
 
     stage: int | None = None
@@ -38,6 +39,7 @@ class Wishes:
     checkpointing: Checkpointing | None = None
     tensor: int | None = None
     preset: Preset = "fast"
+    shard: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,10 @@ def _options_over(tensor: int, machine: Machine, wishes: Wishes) -> Iterator[Opt
         shards = [ranks]
         if Stage.of(stage).shards_optimizer and 1 < neighbours < ranks:
             shards.append(neighbours)
+        if wishes.shard is not None:
+            if ranks % wishes.shard:
+                raise SettingsError(f"{wishes.shard} ranks that share slices must divide the {ranks} that there are")
+            shards = [wishes.shard if Stage.of(stage).shards_optimizer else ranks]
         offloads = [o for o in OFFLOADS if _offloadable(stage, o)] if tensor == 1 else OFFLOADS[:1]
         if machine.computes_on_host:
             offloads = [o for o in offloads if not o.endswith("cpu")]
@@ -131,7 +137,8 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     found = [estimate(job, machine, option) for option in _worth_a_look(job, machine, options(job, machine, wishes))]
     room = (1 - MARGINS[wishes.preset]) * machine.gpu.memory
     fitting = [e for e in found if e.fits and e.peak <= room]
-    ready = [e for e in fitting if e.available]
+    allowed = _sharding_where_there_are_ranks([e for e in fitting if e.available])
+    ready = _undominated(allowed)
     found.sort(
         key=lambda e: (
             not (e.fits and e.peak <= room),
@@ -143,13 +150,13 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
     if not ready:
         return Advice(found, None, _why_nothing(found, room), None, _remedies(job, machine, wishes, found), None)
     best = _choose(ready, wishes.preset, machine)
-    others = [e for e in ready if e.option.kind != best.option.kind]
+    others = [e for e in allowed if e.option.kind != best.option.kind]
     runner_up = _choose(others, wishes.preset, machine) if others else None
     faster = [e for e in fitting if e.tokens_per_second > best.tokens_per_second * (1 + _ALIKE)]
     later = max(faster, key=lambda e: e.tokens_per_second, default=None) if wishes.preset != "frugal" else None
     if later is not None and later.available:
         later = None
-    return Advice(found, best, _reason(best, found, runner_up, len(ready)), runner_up, [], later)
+    return Advice(found, best, _reason(best, found, runner_up, len(fitting)), runner_up, [], later)
 
 
 def _worth_a_look(job: Job, machine: Machine, every: Iterable[Option]) -> list[Option]:
@@ -197,6 +204,26 @@ def _offloadable(stage: int, offload: str) -> bool:
     return kind.shards_parameters if offload.startswith("parameters") else kind.shards_optimizer
 
 
+def _sharding_where_there_are_ranks(ready: list[Estimate]) -> list[Estimate]:
+    """Without stages 1 to 3 on one rank, which has nothing to share: they are left where stage 0 does not fit."""
+
+    def alone(found: Estimate) -> bool:
+        option = found.option
+        return option.shard * option.replicate == 1 and option.stage > 0 and option.offload == "none"
+
+    return [found for found in ready if not alone(found)] or ready
+
+
+def _undominated(ready: Sequence[Estimate]) -> list[Estimate]:
+    """Options that no other beats: none is as fast, holds as little on device and host, and is better in one of it."""
+    front: list[Estimate] = []
+    # The fastest first: only what came before can dominate.
+    for found in sorted(ready, key=lambda e: (-e.tokens_per_second, e.peak, e.host, e.option.stage)):
+        if not any(one.peak <= found.peak and one.host <= found.host for one in front):
+            front.append(found)
+    return front
+
+
 def _choose(ready: Sequence[Estimate], preset: Preset, machine: Machine) -> Estimate:
     """The fastest; of those as fast, what sends least ("fast") or holds least ("safe"). "frugal": memory first."""
     step = 0.02 * machine.gpu.memory
@@ -212,7 +239,8 @@ def _choose(ready: Sequence[Estimate], preset: Preset, machine: Machine) -> Esti
 def _reason(best: Estimate, found: Sequence[Estimate], runner_up: Estimate | None, count: int) -> str:
     first = (
         f"S{best.option.words()[1:]} is the pick of {count} options that fit: "
-        f"{best.tokens_per_second:,.0f} tokens/s at {describe_peak(best)}, limited by {best.limited_by}."
+        f"{best.speed} at {describe_peak(best)}"
+        f"{f', limited by {best.limited_by}' if best.rate else ''}."
     )
     below = [e for e in found if e.option.stage == best.option.stage - 1 and e.available]
     if below and not any(e.fits for e in below):
@@ -221,9 +249,12 @@ def _reason(best: Estimate, found: Sequence[Estimate], runner_up: Estimate | Non
     if runner_up is None:
         return f"{first} Nothing else fits."
     slower = best.tokens_per_second / runner_up.tokens_per_second - 1
+    if not best.rate:
+        slower = 0.0
     speed = f"{slower:.0%} slower" if slower > 0.005 else f"{-slower:.0%} faster" if slower < -0.005 else "as fast"
     less = runner_up.peak - best.peak
-    memory = f"holds {gigabytes(abs(less))} {'more' if less > 0 else 'less'}"
+    alike = abs(less) < 0.005 * best.limit
+    memory = "holds as much" if alike else f"holds {gigabytes(abs(less))} {'more' if less > 0 else 'less'}"
     return f"{first} The runner-up, {runner_up.option.words()}, is {speed} and {memory}."
 
 
@@ -239,6 +270,18 @@ def _why_nothing(found: Sequence[Estimate], room: float) -> str:
         f"Nothing fits: the least that onecopy can do, {least.option.words()}, holds {gigabytes(least.peak)} in "
         f"{least.peak_phase} where {gigabytes(room)} may be used. See the remedies below, the smallest change first."
     )
+
+
+_NODE: Final = 8
+"""GPUs of a node, as most are built."""
+
+
+def _grown(machine: Machine, times: int) -> Machine:
+    """The machine with so many times the GPUs: nodes are filled up to `_NODE` before there are more of them."""
+    gpus, nodes = machine.gpus * times, machine.nodes
+    while gpus / nodes > max(_NODE, machine.per_node) or gpus % nodes:
+        nodes += 1
+    return replace(machine, gpus=gpus, nodes=nodes)
 
 
 def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estimate]) -> list[Remedy]:
@@ -269,8 +312,15 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
             remedies.append(Remedy(f"{words}: {best.option.words()}", best, available=True))
         return bool(fitting)
 
+    fused, lean = replace(job, implementation="fused"), replace(job, precision="bf16-lean")
+    if job.implementation != "fused":
+        attempt("AdamW fused", fused, machine, wishes)
     if wishes.checkpointing == "off":
         attempt("checkpoint activations", job, machine, replace(wishes, checkpointing="units"))
+    if job.precision == "bf16":
+        attempt("bf16-lean, whose gradients are summed in bf16", lean, machine, wishes)
+        if job.implementation != "fused":
+            attempt("bf16-lean and AdamW fused", replace(lean, implementation="fused"), machine, wishes)
     if wishes.stage is not None and wishes.stage < 3:
         attempt("raise the stage", job, machine, replace(wishes, stage=3))
     if wishes.tensor == 1:
@@ -285,9 +335,10 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
         ):
             break
     for times in (2, 4, 8, 16, 32, 64):
-        more = replace(machine, gpus=machine.gpus * times, nodes=machine.nodes * times)
+        more = _grown(machine, times)
         batch = None if wishes.global_batch is None else wishes.global_batch * times
-        if attempt(f"{more.gpus} GPUs, on {more.nodes} nodes", job, more, replace(wishes, global_batch=batch)):
+        words = f"{more.gpus} GPUs" + (f", on {more.nodes} nodes" if more.nodes > 1 else " in one node")
+        if attempt(words, job, more, replace(wishes, global_batch=batch)):
             break
     least = min((e for e in found if e.available), key=lambda e: e.peak)
     if least.peak > room:

@@ -5,20 +5,21 @@ Nothing is downloaded and no weights are read: models are built on the meta devi
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, Final
 
 from onecopy.errors import SettingsError
 from onecopy.planner.formulas.activations import HIDDEN_COPIES
 from onecopy.planner.model.schedule import Unit
-from onecopy.planner.model.shape import Shape, Transformer, from_count
+from onecopy.planner.model.shape import Shape, Transformer, Work, from_count
 from onecopy.planner.model.tensor import KNOWN
 from onecopy.planner.quantities import count, parse_count
 
@@ -57,19 +58,65 @@ def from_transformers(path: Path) -> Shape:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise SettingsError(f"found no {str(file)!r}; give a transformers config.json or a directory with one")
-    build = transformers_builder(file)
-    units = _units_of(build, None)
-    sizes = transformer_of(json.loads(file.read_text(encoding="utf-8")))
+    build, values = transformers_builder(file), transformers_config(file).to_dict()
+    batch = _pixels(values)
+    sizes = None if batch else transformer_of(values)
+    idle: list[int] = []
+
+    def counted() -> Any:
+        model = build()
+        idle.append(_idle(model, values))
+        return model
+
+    units = _units_of(counted, batch)
     total = sum(unit.all_parameters for unit in units)
     name = f"{path.resolve().name if path.is_dir() else path.name}, {count(total)} parameters"
-    return Shape(name, tuple(units), sizes)
+    if sizes is not None:
+        return Shape(name, tuple(units), replace(sizes, idle=idle[0]))
+    return Shape(name, tuple(units), None, None if batch is None else _work_of(build, batch))
 
 
-def transformers_builder(file: Path) -> Callable[[], Any]:
-    """A function that builds the model of a config on torch's default device, with random weights.
+def _pixels(config: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """A batch of one image for a model that sees images alone; None for others."""
+    size = config.get("image_size")
+    if size is None or config.get("vocab_size") or "text_config" in config:
+        return None
+    height, width = (size, size) if isinstance(size, int) else size
+
+    def batch() -> dict[str, Any]:
+        import torch
+
+        return {"pixel_values": torch.zeros(1, config.get("num_channels", 3), height, width)}
+
+    return batch
+
+
+def _idle(model: Any, config: Mapping[str, Any]) -> int:
+    """Parameters that a token multiplies nothing with: tables that are looked up, and experts that are not chosen."""
+    from torch import nn
+
+    places = {
+        kind: {p for m in model.modules() if isinstance(m, nn.Embedding) is kind for p in m.parameters(recurse=False)}
+        for kind in (True, False)
+    }
+    tables: int = sum(parameter.numel() for parameter in places[True] - places[False])
+    experts = next((config[name] for name in _EXPERTS if config.get(name)), 0)
+    chosen = config.get("num_experts_per_tok") or experts
+    if not experts:
+        return tables
+    routed: int = sum(p.numel() for name, p in model.named_parameters() if "experts" in name.split("."))
+    return tables + int(routed * (1 - chosen / experts))
+
+
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names of the number of experts in configs of transformers."""
+
+
+def transformers_config(file: Path) -> Any:
+    """The config of transformers in a file, its defaults filled in.
 
     Raises:
-        SettingsError: if transformers cannot read the config.
+        SettingsError: if transformers cannot read it.
     """
     try:
         transformers: Any = import_module("transformers")
@@ -81,6 +128,17 @@ def transformers_builder(file: Path) -> Callable[[], Any]:
         # Of its own kinds too: each model's config checks its values as it likes.
         raise SettingsError(f"transformers cannot read {str(file)!r}: {_in_a_line(error)}") from None
     config.use_cache = False
+    return config
+
+
+def transformers_builder(file: Path) -> Callable[[], Any]:
+    """A function that builds the model of a config on torch's default device, with random weights.
+
+    Raises:
+        SettingsError: if transformers cannot read the config.
+    """
+    config = transformers_config(file)
+    transformers: Any = import_module("transformers")
 
     def build() -> Any:
         causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
@@ -132,13 +190,25 @@ def from_factory(path: str, *, sequence: int | None = None) -> Shape:
     """
     build, module = import_factory(path)
     example = getattr(module, "example_inputs", None)
-
+    if sequence is not None and not (callable(example) and "sequence" in signature(example).parameters):
+        raise SettingsError(
+            f"--seq needs a function example_inputs(samples, sequence) beside the factory {path!r}; leave it out, or "
+            f"add one"
+        )
     batch: Callable[[], Any] | None = None
     if callable(example):
         batch = partial(example, 1) if sequence is None else partial(example, 1, sequence=sequence)
     units = _units_of(build, batch)
     total = sum(unit.all_parameters for unit in units)
-    return Shape(f"{path}, {count(total)} parameters", tuple(units))
+    work = None if batch is None else _work_of(build, batch)
+    return Shape(f"{path}, {count(total)} parameters", tuple(units), None, work)
+
+
+def _work_of(build: Callable[[], Any], batch: Callable[[], Any]) -> Work:
+    from onecopy.planner.engine.work import count_work
+
+    with redirect_stdout(sys.stderr):
+        return count_work(build, batch)
 
 
 def import_factory(path: str) -> tuple[Callable[[], Any], Any]:

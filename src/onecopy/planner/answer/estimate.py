@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, Literal
 
 from onecopy.planner.available import missing
 from onecopy.planner.engine.step import step_bytes
-from onecopy.planner.formulas.activations import block_parallel_elements
+from onecopy.planner.formulas.activations import LOSS_BYTES, block_parallel_elements
 from onecopy.planner.formulas.buffers import pinned_bytes, with_overheads
 from onecopy.planner.formulas.calibrated import HIDDEN_SHARE
 from onecopy.planner.formulas.offload import cpu_step_seconds
@@ -16,7 +16,7 @@ from onecopy.planner.formulas.time import StepSeconds, all_reduce_seconds, gathe
 from onecopy.planner.formulas.traffic import step_elements
 from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels
-from onecopy.planner.model.shape import Checkpointing, Shape, kept_bytes
+from onecopy.planner.model.shape import Checkpointing, Shape, Work, kept_bytes
 from onecopy.planner.model.tensor import cut
 from onecopy.planner.quantities import gigabytes
 from onecopy.stage import Stage
@@ -47,12 +47,14 @@ class Job:
         sequence: tokens in a sample; 1 for models without.
         precision: "bf16", "bf16-lean", "fp16" or "fp32".
         implementation: of AdamW: "foreach", "fused" or "for-loop".
+        loss_bytes: temporaries of the loss for each logit.
     """
 
     shape: Shape
     sequence: int
     precision: str = "bf16"
-    implementation: str = "foreach"
+    implementation: str = "fused"
+    loss_bytes: float = LOSS_BYTES
 
     @property
     def widths(self) -> Widths:
@@ -134,6 +136,8 @@ class Estimate:
         seconds: of a step.
         tokens_per_second: of all ranks; samples where the model has no sequence.
         limited_by: what a step waits for longest.
+        rate: what is counted a second, "tokens" or "samples"; "" where the time of computing is not known, and seconds
+            and speed are good for nothing but an order.
     """
 
     option: Option
@@ -146,6 +150,12 @@ class Estimate:
     seconds: StepSeconds
     tokens_per_second: float
     limited_by: str
+    rate: str = "tokens"
+
+    @property
+    def speed(self) -> str:
+        """In words."""
+        return f"{self.tokens_per_second:,.0f} {self.rate}/s" if self.rate else "time unknown"
 
     @property
     def peak(self) -> float:
@@ -189,12 +199,13 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
         peaks,
         machine.gpu.memory,
         _host(job, machine, option, units),
-        machine.host_memory,
+        machine.host_limit,
         sent,
         activations_sent(job, option),
         seconds,
         samples * job.sequence / seconds.total,
         _limited_by(machine, option, seconds),
+        job.shape.rate if job.shape.timed else "",
     )
 
 
@@ -225,7 +236,12 @@ def local_units(job: Job, option: Option) -> list[Unit]:
     """The units as one rank holds them, with what they keep for backward."""
     sizes = job.shape.transformer
     units = job.shape.with_activations(
-        option.micro_batch, job.sequence, option.checkpointing, tensor=option.tensor, element_bytes=job.widths.compute
+        option.micro_batch,
+        job.sequence,
+        option.checkpointing,
+        tensor=option.tensor,
+        element_bytes=job.widths.compute,
+        loss_bytes=job.loss_bytes,
     )
     return units if sizes is None else cut(units, sizes.hidden, option.tensor)
 
@@ -328,15 +344,20 @@ def step_seconds(
     tokens = option.micro_batch * option.accumulate * job.sequence
     sizes = job.shape.transformer
     recompute = option.checkpointing != "off"
-    # What tensor parallelism leaves whole, every rank computes for itself. Frozen weights have no gradient to compute.
-    operations = step_flops(
-        sum(unit.parameters + 2 / 3 * sum(unit.frozen) for unit in units),
-        tokens,
-        recompute=recompute,
-        layers=sizes.layers if sizes else 0,
-        hidden=sizes.hidden // option.tensor if sizes else 0,
-        sequence=job.sequence if sizes else 0,
-    )
+    if sizes is not None:
+        # What tensor parallelism leaves whole, every rank computes for itself. Frozen weights have no gradient.
+        operations = step_flops(
+            sum(unit.parameters + 2 / 3 * sum(unit.frozen) for unit in units) - sizes.idle,
+            tokens,
+            recompute=recompute,
+            layers=sizes.layers,
+            hidden=sizes.hidden // option.tensor,
+            sequence=job.sequence,
+        )
+    else:
+        work = job.shape.work or Work(0.0, 0.0, None)
+        again = work.forward if recompute else 0.0
+        operations = option.micro_batch * option.accumulate * (work.forward + again + work.backward)
     # A 32-bit product takes twice the time of a 16-bit one at the least.
     compute = operations / machine.flops(sizes.hidden if sizes else None) * (2 if job.precision == "fp32" else 1)
     widths = job.widths
@@ -346,21 +367,27 @@ def step_seconds(
     compute += moved / machine.gpu.memory_bandwidth
     padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
     trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
-    again = Stage.of(option.stage).shards_parameters
+    gathers_frozen = Stage.of(option.stage).shards_parameters
     copies = machine.gpus // option.tensor
     shard, replicate = (option.shard, option.replicate) if _slices(option) > 1 else (copies, 1)
-    found = overlap(
+    messages = partial(
+        overlap,
         option.stage,
-        [(widths.compute * (numel + (fixed if again else 0)), widths.reduce * numel) for numel, fixed in padded],
+        [
+            (widths.compute * (numel + (fixed if gathers_frozen else 0)), widths.reduce * numel)
+            for numel, fixed in padded
+        ],
         compute,
         shard=shard,
-        replicate=replicate,
         micro_batches=option.accumulate,
         link=machine.shard_link(shard, option.tensor),
         replicate_link=machine.replicate_link(shard, option.tensor),
         recompute=recompute,
         hidden_share=HIDDEN_SHARE,
     )
+    found = messages(replicate=replicate)
+    if replicate > 1:
+        found = found._replace(between_copies=found.exposed - messages().exposed)
     elements = step_elements(option.stage, trained, option.shard, option.accumulate, option.replicate, frozen)
     sent = elements.all_gather * widths.compute + (elements.reduce_scatter + elements.all_reduce) * widths.reduce
     own = trained / _slices(option)
@@ -418,9 +445,12 @@ def _update_seconds(job: Job, machine: Machine, option: Option, own: float, comp
 
 def _limited_by(machine: Machine, option: Option, seconds: StepSeconds) -> str:
     reach = option.shard * option.tensor if _slices(option) > 1 else machine.gpus
+    within = seconds.exposed - seconds.between_copies
+    copies = machine.named_link(machine.gpus)
     parts = {
         "computing": seconds.compute,
-        machine.named_link(reach): seconds.exposed,
+        copies: seconds.between_copies,
+        machine.named_link(reach): within + (seconds.between_copies if machine.named_link(reach) == copies else 0.0),
         "tensor parallelism's messages": seconds.tensor,
         "the optimizer's step": seconds.update,
         "the link to the host": seconds.transfer,

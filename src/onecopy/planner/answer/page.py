@@ -109,7 +109,7 @@ def _tiles(advice: Advice) -> list[tuple[str, str, str]]:
         ("take", f"stage {best.option.stage}", best.option.words().partition(", ")[2]),
         ("memory", gigabytes(best.peak), f"of {gigabytes(best.limit)}, in {best.peak_phase}"),
         ("step", seconds(best.seconds.total), f"{seconds(best.seconds.exposed)} of it waiting for messages"),
-        ("tokens per second", f"{best.tokens_per_second:,.0f}", f"limited by {best.limited_by}"),
+        ("speed", best.speed, f"limited by {best.limited_by}" if best.rate else ""),
         ("sent per step and rank", gigabytes(best.bytes_sent), _sent_remark(best)),
     ]
 
@@ -191,6 +191,6 @@ def _row(found: Estimate) -> list[str]:
         gigabytes(found.bytes_sent),
         seconds(found.seconds.total),
         seconds(found.seconds.exposed),
-        f"{found.tokens_per_second:,.0f}",
+        found.speed,
         found.limited_by,
     ]

@@ -66,16 +66,17 @@ def _offload(option: Option) -> str:
     return f"optimizer={place}" + (f", parameters={place}" if option.offload.startswith("parameters") else "")
 
 
+_YOURS = "path/of/your/model"
+
+
 def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) -> str:
     """The keys of `onecopy train`'s config that the plan decides.
 
     Args:
-        model: path of a transformers model or config; None leaves it out.
+        model: path of a transformers model or config; None asks for one, for without any another model is trained.
     """
     option = found.option
-    lines = []
-    if model is not None:
-        lines += ["[model]", f'path = "{model}"', ""]
+    lines = ["[model]", f'path = "{model or _YOURS}"', ""]
     lines += [
         "[data]",
         f"sequence_length = {job.sequence}",
@@ -152,7 +153,8 @@ def estimate_dict(found: Estimate | None) -> dict[str, Any] | None:
         "host_bytes": found.host,
         "bytes_sent": found.bytes_sent,
         "activations_sent": found.activations_sent,
-        "seconds": {**found.seconds._asdict(), "total": found.seconds.total},
-        "tokens_per_second": found.tokens_per_second,
+        "seconds": {**found.seconds._asdict(), "total": found.seconds.total} if found.rate else None,
+        "tokens_per_second": found.tokens_per_second if found.rate == "tokens" else None,
+        "samples_per_second": found.tokens_per_second if found.rate == "samples" else None,
         "limited_by": found.limited_by,
     }

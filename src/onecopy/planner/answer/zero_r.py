@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from onecopy.planner.answer.estimate import Estimate, Job, Option, estimate
-from onecopy.planner.formulas.activations import checkpoint_bytes
+from onecopy.planner.formulas.activations import IN_PLACE_LOSS_BYTES, checkpoint_bytes
 from onecopy.planner.formulas.memory import model_state_bytes
 from onecopy.planner.machine.machine import Machine, gpu_of
 from onecopy.planner.model.shape import Checkpointing, Transformer, from_sizes
@@ -106,6 +106,6 @@ def paper() -> list[Configured]:
     for name, (layers, hidden) in PAPER.items():
         shape = from_sizes(layers, hidden, vocabulary=50_257)
         assert shape.transformer is not None
-        job = Job(shape, 1024, "fp16", "fused")
+        job = Job(shape, 1024, "fp16", "fused", IN_PLACE_LOSS_BYTES)
         found.append(configure(name, job, shape.transformer, machine, 16, 16))
     return found

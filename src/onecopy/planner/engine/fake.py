@@ -6,7 +6,8 @@ every other rank is taken to agree.
 
 Private torch names, read in torch 2.13 and tested in tests/house/test_private_apis.py:
 `torch.testing._internal.distributed.fake_pg.FakeStore` and its backend "fake";
-`torch._subclasses.fake_tensor.{FakeTensor, FakeTensorMode, unset_fake_temporarily}`.
+`torch._subclasses.fake_tensor.{FakeTensor, FakeTensorMode, unset_fake_temporarily}`, and of the mode
+`fake_tensor_converter.tensor_memo`.
 """
 
 from __future__ import annotations
@@ -69,6 +70,28 @@ def fake_tensors() -> Iterator[None]:
         # The engine asks whether a tensor's memory is a bucket's; for fake ones the answer is no.
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         yield
+
+
+class AnyValues(TorchDispatchMode):
+    """Lets a model be built: answers 0 or False where it asks for a value, none of which is kept, and lets it be moved.
+
+    `torch.nn.init.trunc_normal_` draws again until no value lies outside of its bounds, which fake tensors cannot say.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0.0 if args[0].is_floating_point() else 0
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, FakeTensor):
+                # A memo of what has been made refers to it, and `Module.to` swaps only what nothing refers to.
+                leaf.fake_mode.fake_tensor_converter.tensor_memo.clear()
+        return result
 
 
 class _KnownValues(TorchDispatchMode):

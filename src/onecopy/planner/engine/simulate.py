@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 import onecopy
 from onecopy.observe.meter import Meter
-from onecopy.planner.engine.fake import fake_ranks, fake_tensors
+from onecopy.planner.engine.fake import AnyValues, fake_ranks, fake_tensors
 from onecopy.planner.formulas.buffers import STAGING_BYTES
 from onecopy.planner.model.schedule import Schedule, Sizes, Unit
 from onecopy.sharding.graph.tensors import replace_tensors
@@ -68,8 +69,10 @@ def simulate(
         UsageError: if a process group exists already.
     """
     with fake_ranks(plan.shard, plan.replicate) as mesh:
+        with AnyValues():
+            built = build()
         model = onecopy.shard(
-            build(),
+            built,
             plan.stage,
             mesh=mesh,
             precision=precision,
@@ -120,7 +123,8 @@ def describe_units(
         precision: likewise.
     """
     with fake_tensors():
-        model = build()
+        with AnyValues():
+            model = build()
         scopes = find_parameters(model, find_scopes(model, units))
         if units == "auto":
             scopes = leave_small_to_root(scopes)
@@ -161,10 +165,12 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in a model's output, or the sum of it."""
+    """The loss in a model's output, or the sum of its logits or of its first tensor."""
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
-    first = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
+    first = getattr(output, "logits", None)
+    if first is None:
+        first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     assert isinstance(first, Tensor)
     return first if first.dim() == 0 else first.float().sum()
 

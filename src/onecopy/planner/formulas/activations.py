@@ -19,8 +19,12 @@ WHOLE_SHARE: Final = 10 / 34
 """Share of what a layer keeps that tensor parallelism leaves whole on every rank: 10 of a GPT's 34sbh (Korthikanti et
 al.). That other families keep the same share is an assumption."""
 
-LOGITS_BYTES: Final = 6
-"""Bytes for each of the b·s·vocab logits: fp32 for the loss, and their half-width originals or gradients."""
+LOSS_BYTES: Final = 12
+"""Bytes for each of the b·s·vocab logits at the height of the loss's backward, beside the logits themselves: three in
+fp32, the log-probabilities, their gradient, and that of the logits. So it is in transformers' `ForCausalLMLoss`."""
+
+IN_PLACE_LOSS_BYTES: Final = 4
+"""Likewise of a fused loss that writes the gradient over fp32 logits, as Megatron's and flash-attention's do."""
 
 
 def layer_bytes(
@@ -116,9 +120,16 @@ def total_bytes_estimate(micro_batch: int, sequence: int, hidden: int, layers: i
     return 12.0 * hidden * micro_batch * sequence * layers * element_bytes
 
 
-def logits_bytes(micro_batch: int, sequence: int, vocabulary: int, *, each: float = LOGITS_BYTES) -> float:
-    """Bytes of the logits around the loss: 4 to 6 for each of b·s·vocab, on top of all layers."""
-    return each * micro_batch * sequence * vocabulary
+def logits_bytes(
+    micro_batch: int, sequence: int, vocabulary: int, element_bytes: float = 2, *, loss_bytes: float = LOSS_BYTES
+) -> float:
+    """Bytes of the logits and of the loss's temporaries on top of all layers: 14 for each of b·s·vocab in bf16.
+
+    Args:
+        element_bytes: of a logit; the model's output holds them through backward.
+        loss_bytes: `LOSS_BYTES`, or less for a loss that spares temporaries.
+    """
+    return (element_bytes + loss_bytes) * micro_batch * sequence * vocabulary
 
 
 def working_bytes(

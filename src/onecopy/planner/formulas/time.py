@@ -61,6 +61,7 @@ class StepSeconds(NamedTuple):
         update: the optimizer's step.
         transfer: what offloading adds and cannot hide.
         tensor: messages of tensor parallelism and of partitioned checkpoints, all of which computing waits for.
+        between_copies: the part of ``exposed`` that the copies of the model states cost each other.
     """
 
     compute: float
@@ -69,6 +70,7 @@ class StepSeconds(NamedTuple):
     update: float = 0.0
     transfer: float = 0.0
     tensor: float = 0.0
+    between_copies: float = 0.0
 
     @property
     def total(self) -> float:

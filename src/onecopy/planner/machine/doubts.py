@@ -15,9 +15,10 @@ def assumed(machine: Machine) -> str:
     """The GPU and the links whose figures times rest on, in one line."""
     gpu = machine.gpu
     between = f", {rate(machine.link)} for each GPU between nodes" if machine.nodes > 1 else ""
+    host = "" if machine.host_memory else f", {gigabytes(machine.host_limit)} of host memory a node"
     return (
         f"assumed: {gpu.name}, {gpu.peak / 1e12:,.4g} TFLOP/s dense 16-bit, {rate(gpu.intra)} to others of its "
-        f"node{between}"
+        f"node{between}{host}"
     )
 
 

@@ -65,6 +65,10 @@ ALIASES: Final = {"4090": "rtx4090", "5090": "rtx5090", "3090": "rtx3090", "a100
 """Other names that people give."""
 
 
+HOST_TIMES: Final = 2.0
+"""Memory of a host by that of its GPUs, where nothing is said. Hosts of 8 GPUs have 2 to 4 times as much."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where training is to run.
@@ -75,7 +79,7 @@ class Machine:
         gpu: its kind.
         link: bytes a second that each GPU can send to other nodes; with one network card a node, the card's by the
             number of GPUs.
-        host_memory: bytes of one host; None if it is not known.
+        host_memory: bytes of one host; None if it is not known (`host_limit`).
         host_bandwidth: bytes a second of one host's memory.
         nvme_bandwidth: bytes a second of one host's disks.
         computes_on_host: ranks compute in the host's own memory, so nothing is gained by moving states there.
@@ -101,6 +105,11 @@ class Machine:
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.nodes < 1 or self.gpus % self.nodes:
             raise SettingsError(f"gpus ({self.gpus}) must be a positive multiple of nodes ({self.nodes})")
+
+    @property
+    def host_limit(self) -> float:
+        """Bytes of one host, taken for `HOST_TIMES` its GPUs' memory if it is not known."""
+        return self.host_memory or HOST_TIMES * self.gpu.memory * self.per_node
 
     @property
     def per_node(self) -> int:

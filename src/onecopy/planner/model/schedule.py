@@ -103,7 +103,7 @@ class Schedule:
     prefetch: int = 1
     widths: Widths = Widths()
     optimizer_tensors: int = 2
-    implementation: str = "foreach"
+    implementation: str = "fused"
     native: bool = True
 
     @property

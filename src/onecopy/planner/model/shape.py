@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from onecopy.errors import SettingsError
 from onecopy.planner.formulas.activations import (
     HIDDEN_COPIES,
-    LOGITS_BYTES,
+    LOSS_BYTES,
     checkpoint_bytes,
     copies_bytes,
     logits_bytes,
@@ -35,6 +35,7 @@ class Transformer:
         sequence: the longest that the model takes; None for any.
         key_value_heads: where they are fewer than ``heads``.
         spreads: whether its blocks are of a kind that onecopy can cut over tensor-parallel ranks.
+        idle: parameters that a token multiplies nothing with: embeddings that are no head too, experts not chosen.
     """
 
     layers: int
@@ -45,6 +46,21 @@ class Transformer:
     sequence: int | None = None
     key_value_heads: int | None = None
     spreads: bool = True
+    idle: int = 0
+
+
+class Work(NamedTuple):
+    """Floating-point operations of one sample, as counted.
+
+    Attributes:
+        forward: of one forward.
+        backward: of its backward; less than twice the former where weights are frozen.
+        tokens: of a sample; None for what has none.
+    """
+
+    forward: float
+    backward: float
+    tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -56,11 +72,24 @@ class Shape:
         units: in the order of forward, the root first. Their activations are those of one sample where ``transformer``
             is None, and unused otherwise.
         transformer: None for other models, whose activations were measured.
+        work: of those; None where there were no inputs to count it with.
     """
 
     name: str
     units: tuple[Unit, ...]
     transformer: Transformer | None = None
+    work: Work | None = None
+
+    @property
+    def timed(self) -> bool:
+        """Whether it is known how much it computes."""
+        return self.transformer is not None or self.work is not None
+
+    @property
+    def rate(self) -> str:
+        """What is counted a second."""
+        measured = self.transformer is None and (self.work is None or self.work.tokens is None)
+        return "samples" if measured else "tokens"
 
     @property
     def parameters(self) -> int:
@@ -75,6 +104,7 @@ class Shape:
         *,
         tensor: int = 1,
         element_bytes: int = 2,
+        loss_bytes: float = LOSS_BYTES,
     ) -> list[Unit]:
         """The units with the bytes that they keep for backward on one rank.
 
@@ -84,6 +114,7 @@ class Shape:
             checkpointing: what is kept of each block instead of all.
             tensor: M, ranks that share each block.
             element_bytes: of activations.
+            loss_bytes: of the loss's temporaries for each logit.
         """
         sizes = self.transformer
         if sizes is None:
@@ -92,7 +123,7 @@ class Shape:
         one = (micro_batch, sequence, sizes.hidden)
         whole = copies_bytes(*one, sizes.copies, element_bytes, tensor_parallel=tensor)
         inputs = checkpoint_bytes(*one, 1, element_bytes=element_bytes)
-        head = logits_bytes(micro_batch, sequence, sizes.vocabulary, each=LOGITS_BYTES * max(1, element_bytes / 4 * 2))
+        head = logits_bytes(micro_batch, sequence, sizes.vocabulary, element_bytes, loss_bytes=loss_bytes)
         found = []
         for unit in self.units:
             if is_block(unit):
