@@ -212,7 +212,8 @@ def test_strong_scaling_is_the_ring_model_by_hand() -> None:
     block, root = 12 * hidden**2 + 13 * hidden, 51_200 * hidden + 2 * hidden
     parameters = layers * block + root
     operations = (6 * parameters + 12 * layers * hidden * 2048) * tokens
-    compute = operations / (989e12 * UTILISATION * 2**GROWTH)
+    # Forward, and backward twice, read or write each weight of 2 bytes.
+    compute = operations / (989e12 * UTILISATION * 2**GROWTH) + 3 * 2 * parameters / 3.35e12
     # 64 nodes of 8 cards of 50 GB/s: six doublings.
     bandwidth = 8 * 50e9 * LINK_EFFICIENCY / (1 + 6 * CROWDING)
     padded = [math.ceil(numel / 4096) * 4096 for numel in (root, *[block] * layers)]
