@@ -181,6 +181,18 @@ def test_simulation_beside_the_formulas(tmp_path: Path) -> None:
         assert row["formula"] == pytest.approx(row["engine"], rel=0.03)
 
 
+def test_a_model_of_images_is_simulated(tmp_path: Path) -> None:
+    """Oracle: the simulated engine's meter, of a small ViT whose initialisation looks at values."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "vit", "image_size": 32, "patch_size": 8} | sizes))
+    data = _data(file, "--gpus", 8, "--micro-batch", 2, "--stage", 2, "--checkpointing", "off", "--simulate")
+    sums = [row for row in data["simulated"]["rows"] if row["category"] == "all"]
+    assert {row["phase"] for row in sums} == {"forward", "backward", "step"}
+    for row in sums:
+        assert row["formula"] == pytest.approx(row["engine"], rel=0.03)
+
+
 def test_this_machine() -> None:
     """Oracle: what the system says of its memory."""
     done = _plan("1e6", "--here", "--gpus", 2, "--json")

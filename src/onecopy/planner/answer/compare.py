@@ -106,9 +106,10 @@ def _model(
         return {"input_ids": numbers, "labels": numbers}
 
     if config is not None:
-        from onecopy.planner.answer.describe import transformers_builder
+        from onecopy.planner.answer.describe import pixels, transformers_builder, transformers_config
 
-        return transformers_builder(config), tokens
+        images = pixels(transformers_config(config).to_dict(), option.micro_batch)
+        return transformers_builder(config), images or tokens
     if factory is not None and ":" in factory:
         from onecopy.planner.answer.describe import import_factory
 

@@ -59,7 +59,7 @@ def from_transformers(path: Path) -> Shape:
     if not file.is_file():
         raise SettingsError(f"found no {str(file)!r}; give a transformers config.json or a directory with one")
     build, values = transformers_builder(file), transformers_config(file).to_dict()
-    batch = _pixels(values)
+    batch = pixels(values)
     sizes = None if batch else transformer_of(values)
     idle: list[int] = []
 
@@ -76,8 +76,8 @@ def from_transformers(path: Path) -> Shape:
     return Shape(name, tuple(units), None, None if batch is None else _work_of(build, batch))
 
 
-def _pixels(config: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """A batch of one image for a model that sees images alone; None for others."""
+def pixels(config: Mapping[str, Any], samples: int = 1) -> Callable[[], Any] | None:
+    """Makes a batch of images for a model that sees images alone; None for others."""
     size = config.get("image_size")
     if size is None or config.get("vocab_size") or "text_config" in config:
         return None
@@ -86,7 +86,7 @@ def _pixels(config: Mapping[str, Any]) -> Callable[[], Any] | None:
     def batch() -> dict[str, Any]:
         import torch
 
-        return {"pixel_values": torch.zeros(1, config.get("num_channels", 3), height, width)}
+        return {"pixel_values": torch.zeros(samples, config.get("num_channels", 3), height, width)}
 
     return batch
 

@@ -165,14 +165,16 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in a model's output, or the sum of its logits or of its first tensor."""
+    """The loss in a model's output, or the sum of its logits, or of all that has a gradient."""
     if isinstance(loss := getattr(output, "loss", None), Tensor):
         return loss
-    first = getattr(output, "logits", None)
-    if first is None:
-        first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-    assert isinstance(first, Tensor)
-    return first if first.dim() == 0 else first.float().sum()
+    logits = getattr(output, "logits", None)
+    leaves = [logits] if logits is not None else tree_leaves(output)
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    # All of it where nothing is trained.
+    chosen = [leaf for leaf in found if leaf.requires_grad] or found
+    parts = [leaf if leaf.dim() == 0 else leaf.float().sum() for leaf in chosen]
+    return sum(parts[1:], start=parts[0])
 
 
 def _floats(sizes: dict[str, int]) -> Sizes:
