@@ -165,7 +165,9 @@ def _hpz(found: Translation, value: Any) -> str | None:
 
 def _checkpoints(found: Translation, value: Any) -> str | None:
     found.checkpointing = True
-    return "only takes effect through DeepSpeed's own checkpoint function; use torch.utils.checkpoint"
+    return (
+        "takes effect through DeepSpeed's own checkpoint function alone; shard(activations=onecopy.Activations()) does"
+    )
 
 
 def _off(what: str, found: Translation, value: Any) -> str | None:

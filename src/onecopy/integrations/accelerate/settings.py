@@ -106,7 +106,7 @@ def _offload(found: Translation, value: Any) -> str | None:
 
 def _checkpointing(found: Translation, value: Any) -> str | None:
     found.checkpointing = bool(value)
-    return "wrap blocks in torch.utils.checkpoint, or model.gradient_checkpointing_enable()" if value else None
+    return "shard(activations=onecopy.Activations()) checkpoints every unit" if value else None
 
 
 def _accumulate(found: Translation, value: Any) -> str | None:
