@@ -165,9 +165,7 @@ def _hpz(found: Translation, value: Any) -> str | None:
 
 def _checkpoints(found: Translation, value: Any) -> str | None:
     found.checkpointing = True
-    return (
-        "takes effect through DeepSpeed's own checkpoint function alone; shard(activations=onecopy.Activations()) does"
-    )
+    return "works through DeepSpeed's own checkpoint function alone; use shard(activations=onecopy.Activations())"
 
 
 def _off(what: str, found: Translation, value: Any) -> str | None:

@@ -31,6 +31,7 @@ from onecopy.errors import (
     CollectiveTimeout,
     MismatchError,
     NotFiniteError,
+    OffloadError,
     SettingsError,
     WriteError,
 )
@@ -104,8 +105,9 @@ def _be_a_rank(config: Config) -> NoReturn:
         # The same on every rank of a host, or known to the first one alone.
         message, known_to_all = f"error: {error}\n" if is_first else "", True
         code = Exit.SETTINGS if isinstance(error, SettingsError | MismatchError) else Exit.FAILED
-    except WriteError as error:
-        message, code = f"error: {error}\n", Exit.FAILED
+    except (WriteError, OffloadError) as error:
+        why = error.strerror if isinstance(error, OffloadError) else error
+        message, code = f"error: {why}\n", Exit.FAILED
     except CollectiveTimeout as error:
         message, code = f"rank {rank} gave up: {error}\n", Exit.FAILED
     except Exception as error:

@@ -6,6 +6,8 @@ The oracle is the same loop on the same model sharded without ``offload=``, whic
 from __future__ import annotations
 
 import copy
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -452,7 +454,9 @@ def test_an_optimizer_that_needs_everything_at_once_is_refused(tmp_path: Path) -
             optimizer.step(lambda: 0.0)
 
         class Counting(SGD):
-            """Leaves in each group how many parameters it has."""
+            """Leaves in each group how many parameters it has, and says that it does not."""
+
+            updates_each_element_alone = True
 
             def step(self, closure: Any = None) -> Any:
                 for group in self.param_groups:
@@ -500,6 +504,8 @@ def test_a_disk_that_fails_in_a_step_is_named_and_gives_its_memory_back(
 
 def test_an_optimizer_that_raises_leaves_nothing_in_memory(tmp_path: Path) -> None:
     class Fails(SGD):
+        updates_each_element_alone = True
+
         def step(self, closure: Any = None) -> Any:
             for number, group in enumerate(self.param_groups):
                 for parameter in group["params"]:
@@ -589,3 +595,108 @@ def test_worker_processes_of_a_data_loader_and_evaluation_come_in_between(tmp_pa
         return losses
 
     run_ranks(1, lambda rank: _both(rank, tmp_path, loop, 3, True), group=False)
+
+
+# --- optimizers of one's own, whose step may depend on more than each element
+
+
+class _ByPlace(SGD):
+    """Rates by a parameter's place, what came before it, and a random number for each."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, **settings)
+        self.largest = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for group in self.param_groups:
+            rates = [0.1 / (1 + place) for place in range(len(group["params"]))]
+            for place, (parameter, rate) in enumerate(zip(group["params"], rates, strict=True)):
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["sum"] = torch.zeros_like(parameter)
+                self.largest = 0.5 * self.largest + parameter.grad.abs().max()
+                state["sum"].mul_(0.9).add_(parameter.grad)
+                noise = torch.randn((), generator=generator).item()
+                parameter.add_(state["sum"], alpha=-rate * (1 + 0.1 * noise + 0.01 * place) / (1 + float(self.largest)))
+
+
+@pytest.mark.parametrize("num_ranks, stage", [(1, 3), (2, 1), (2, 3)])
+def test_a_step_that_knows_a_parameters_place_steps_as_without_offload(
+    num_ranks: int, stage: int, tmp_path: Path
+) -> None:
+    def loop(model: nn.Module, rank: int) -> list[float]:
+        optimizer, losses = _ByPlace(model.parameters(), lr=1.0), []
+        for index in range(3):
+            loss = _loss(model, index, rank, num_ranks)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        resting = [isinstance(state["sum"], RestingTensor) for state in optimizer.state.values()]
+        assert all(resting) is isinstance(next(iter(model.parameters())), RestingTensor)
+        return [*losses, float(optimizer.largest)]
+
+    run_ranks(num_ranks, lambda rank: _both(rank, tmp_path, loop, stage, parameters=stage == 3))
+
+
+# --- disks that have no room
+
+
+def _room(nbytes: int) -> None:
+    """Let files of this process grow to so many bytes, as far as the kernel is asked; -1 for as many as they like."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
+
+
+def test_a_disk_without_room_leaves_the_model_as_it_was_on_every_rank(tmp_path: Path) -> None:
+    """Oracle: the kernel lets no file of the first rank's grow. The same call works once there is room."""
+
+    def run(rank: int) -> str:
+        model = seeded(Stack)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        if rank == 0:
+            _room(4096)
+        with pytest.raises(OffloadError) as caught:
+            onecopy.shard(model, 3, offload=Offload(tmp_path))
+        _room(resource.RLIM_INFINITY)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        onecopy.shard(model, 3, offload=Offload(tmp_path))
+        assert_same_weights(gathered_weights(model), before, atol=0)
+        return str(caught.value)
+
+    first, second = run_ranks(2, run)
+    assert "cannot reserve" in first
+    assert "rank 0 has no room" in second
+
+
+def test_after_a_step_that_found_no_room_a_loaded_run_goes_on(tmp_path: Path) -> None:
+    """Oracle: the same steps without offload and without the accident."""
+
+    def steps(model: nn.Module, optimizer: Optimizer, indices: range) -> None:
+        for index in indices:
+            _loss(model, index, 0, 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(seeded(Stack), 3, offload=Offload(tmp_path / "states"))
+        onecopy.save(tmp_path / "saved", model)
+        optimizer = AdamW(model.parameters())
+        _room(engine_of(model).stores.optimizer.size)  # type: ignore[union-attr]
+        with pytest.raises(OffloadError, match="cannot reserve"):
+            steps(model, optimizer, range(1))
+        _room(resource.RLIM_INFINITY)
+        onecopy.load(tmp_path / "saved", model)
+        optimizer = AdamW(model.parameters())
+        optimizer.zero_grad()
+        steps(model, optimizer, range(3))
+        twin = onecopy.shard(seeded(Stack), 3)
+        steps(twin, AdamW(twin.parameters()), range(3))
+        assert_same_weights(gathered_weights(model), gathered_weights(twin), atol=0)
+
+    run_ranks(1, run)

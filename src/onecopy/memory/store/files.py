@@ -66,6 +66,7 @@ class Transfer:
         self._booked = booked
         self._began = perf_counter()
         self._lock = threading.Lock()
+        self._followed: threading.Event | None = None
 
     def then(self, do: Callable[[], None]) -> None:
         """Call ``do`` at the end, well or not, in whichever thread brings it about."""
@@ -73,6 +74,7 @@ class Transfer:
             do()
             return
         left = [len(self._pieces)]
+        followed = self._followed = threading.Event()
 
         def ended(_: Future[float]) -> None:
             with self._lock:
@@ -80,12 +82,13 @@ class Transfer:
                 last = not left[0]
             if last:
                 do()
+                followed.set()
 
         for piece in self._pieces:
             piece.add_done_callback(ended)
 
     def wait(self) -> None:
-        """Wait for the end.
+        """Wait for the end, and for what `then` was given.
 
         Raises:
             OffloadError: if a piece could not be moved. All others have ended then too.
@@ -93,6 +96,9 @@ class Transfer:
         waited = perf_counter()
         errors = [error for piece in self._pieces if (error := piece.exception()) is not None]
         ended = max((piece.result() for piece in self._pieces), default=waited) if not errors else waited
+        if self._followed is not None:
+            # Futures tell who waits before those who are called.
+            self._followed.wait()
         if self._booked is not None:
             self._booked(ended - self._began, perf_counter() - waited)
         self._booked = self._keep = None

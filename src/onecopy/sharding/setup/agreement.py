@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from onecopy.comm.mesh import Mesh
-from onecopy.errors import MismatchError
+from onecopy.errors import MismatchError, OffloadError
+
+T = TypeVar("T")
 
 
 def check_agreement(lines: Sequence[str], mesh: Mesh) -> None:
@@ -45,3 +49,27 @@ def _name_difference(own: Sequence[str], all_lines: Sequence[Sequence[str]], ran
             raise MismatchError(
                 f"ranks were given different models: rank {where} also has {longer[min(len(first), len(lines))]}."
             )
+
+
+def everywhere(make: Callable[[], T], mesh: Mesh) -> T:
+    """What ``make`` returns, if it worked on all ranks, each of which calls it.
+
+    Raises:
+        OffloadError: on every rank, if it did not on one of them.
+    """
+    made: list[T] = []
+    failed: OffloadError | None = None
+    try:
+        made.append(make())
+    except OffloadError as error:
+        failed = error
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    told = {} if failed is None else {rank: (failed.errno, failed.strerror)}
+    for axis in (*mesh.axes, mesh.tensor):
+        told = {place: why for others in axis.exchange_objects(told) for place, why in others.items()}
+    if failed is not None:
+        raise failed
+    if told:
+        first = min(told)
+        raise OffloadError(told[first][0], f"rank {first} has no room for what is to be offloaded: {told[first][1]}")
+    return made[0]

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 import onecopy.sharding.tensor.operations  # noqa: F401  (fills SlicedTensor's table of rules)
 from onecopy.activations.policy import Activations
 from onecopy.comm.dtensors import local_of
-from onecopy.comm.mesh import Mesh, make_mesh
+from onecopy.comm.mesh import make_mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.arena import Arena
 from onecopy.memory.staging import Staging
@@ -32,7 +32,7 @@ from onecopy.sharding.model.discover import Units, find_parameters, find_scopes,
 from onecopy.sharding.model.ignored import Ignored, find_ignored, mark_ignored
 from onecopy.sharding.model.statistics import widen_weights
 from onecopy.sharding.model.structure import guard
-from onecopy.sharding.setup.agreement import check_agreement
+from onecopy.sharding.setup.agreement import check_agreement, everywhere
 from onecopy.sharding.setup.optimizers import check_holds, mark_replaced, remap, watch
 from onecopy.sharding.setup.preconditions import (
     check_count,
@@ -128,6 +128,7 @@ def shard(
         SettingsError: for a setting that cannot work.
         UsageError: if the model, or a module in it, is sharded already.
         MismatchError: if ranks were given different models or settings.
+        OffloadError: on every rank, if one has no room where its states are to rest; the model is then as it was.
     """
     kind = Stage.of(stage)
     dtypes = Precision.of(precision)
@@ -190,11 +191,32 @@ def shard(
 
     modules = dict(model.named_modules())
     regions = Arena() if defragment else None
-    stores = None if offload is None else make_stores(offload, meter, ledger)
-    made = [
-        Unit(name, modules[name], _make_buckets(name or "(root)", found, dtypes, ranks, meter, regions, stores))
-        for name, found in scopes.items()
-    ]
+    groups = [(name, *group) for name, found in scopes.items() for group in _group(found, dtypes)]
+    # Before anything may fail, so that ranks go on with the same numbers.
+    numbers = [next(_bucket_numbers) for _ in groups]
+
+    def make_buckets() -> tuple[Stores | None, dict[str, list[Bucket]]]:
+        stores = None if offload is None else make_stores(offload, meter, ledger)
+        made: dict[str, list[Bucket]] = {name: [] for name in scopes}
+        for number, (name, items, kinds, trainable) in zip(numbers, groups, strict=True):
+            bucket = Bucket(
+                items,
+                kinds,
+                trainable=trainable,
+                mesh=ranks,
+                meter=meter,
+                index=number,
+                unit=name or "(root)",
+                arena=regions,
+                stores=stores,
+            )
+            made[name].append(bucket)
+        return stores, made
+
+    # A disk may have no room, and the model is then as it was.
+    stores, buckets = make_buckets() if offload is None else everywhere(make_buckets, ranks)
+    _fill(buckets, scopes)
+    made = [Unit(name, modules[name], own) for name, own in buckets.items()]
     engine = Engine(
         model,
         made,
@@ -290,39 +312,24 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
-def _make_buckets(
-    unit: str,
-    found: Sequence[FoundParameter],
-    precision: Precision,
-    mesh: Mesh,
-    meter: Meter,
-    regions: Arena | None,
-    stores: Stores | None,
-) -> list[Bucket]:
+def _group(found: Sequence[FoundParameter], precision: Precision) -> list[tuple[list[FoundParameter], Dtypes, bool]]:
+    """A unit's parameters, bucket by bucket, with the dtypes and the `requires_grad` of each."""
     groups: dict[tuple[Dtypes, bool, torch.device], list[FoundParameter]] = {}
     for item in found:
         trainable = item.parameter.requires_grad
         dtypes = precision.for_parameter(item.parameter.dtype, trainable)
         groups.setdefault((dtypes, trainable, item.parameter.device), []).append(item)
-    buckets = []
-    for (dtypes, trainable, device), items in groups.items():
-        number = next(_bucket_numbers)
-        bucket = Bucket(
-            items,
-            dtypes,
-            trainable=trainable,
-            mesh=mesh,
-            meter=meter,
-            index=number,
-            unit=unit,
-            arena=regions,
-            stores=stores,
-        )
-        if device.type != "meta":
-            bucket.load(item.parameter for item in items)
-        bucket.show_sliced()
-        buckets.append(bucket)
-    return buckets
+    return [(items, dtypes, trainable) for (dtypes, trainable, _), items in groups.items()]
+
+
+def _fill(buckets: dict[str, list[Bucket]], scopes: dict[str, list[FoundParameter]]) -> None:
+    """Give slices the first rank's values, and modules the slices."""
+    for name, own in buckets.items():
+        parameters = {item.name: item.parameter for item in scopes[name]}
+        for bucket in own:
+            if bucket.device.type != "meta":
+                bucket.load(parameters[entry.name] for entry in bucket.entries)
+            bucket.show_sliced()
 
 
 def _retire(scopes: dict[str, list[FoundParameter]]) -> None:

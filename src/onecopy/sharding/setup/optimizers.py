@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
+from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.engine.engine import Engine
 from onecopy.sharding.setup.paged import end_paged_step, page_step
 from onecopy.sharding.tensor.files import describe_difference, is_saved, refuse_pickle
@@ -123,7 +124,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         # Raised as it stands, the error would only make the compiler give this frame up and compile the next.
         torch.compiler.disable(_refuse_compiled_step)()
     _slice_states(optimizer)
-    stores = next((engine.stores for engine in engines if engine.stores and engine.stores.optimizer), None)
+    stores = _files_of(engines)
     if stores is not None:
         args = (page_step(optimizer, stores), *args[1:])
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -139,6 +140,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if len(args) > 1:
         return (args[0], checked, *args[2:]), kwargs
     return args, {**kwargs, "closure": checked}
+
+
+def _files_of(engines: list[Engine]) -> Stores | None:
+    """The stores of those whose parameters rest in files."""
+    return next((engine.stores for engine in engines if engine.stores and engine.stores.optimizer), None)
 
 
 def _refuse_compiled_step() -> NoReturn:
@@ -173,7 +179,8 @@ def _gradients_are_there(optimizer: Optimizer, engines: list[Engine]) -> None:
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if engines := _engines_of(optimizer):
-        end_paged_step(optimizer, args[0])
+        if (stores := _files_of(engines)) is not None:
+            end_paged_step(optimizer, args[0], stores)
         nbytes = _state_bytes(optimizer)
         for engine in engines:
             engine.step_done(optimizer, nbytes)

@@ -14,9 +14,11 @@ closures see one step. Values that a step changes in a group must come out alike
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Final
@@ -33,6 +35,9 @@ from onecopy.memory.store.pool import Cancelled, Pool
 from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.tensor.resting import RestingTensor
 from onecopy.sharding.tensor.sliced import SlicedTensor
+
+Arrival = list[tuple[Page, Tensor, Callable[[], None]]]
+"""Pages on their way, the memory for each, and what waits until it is at hand."""
 
 SLOTS: Final = 3
 """Buckets in memory: one is read, one computed, one written."""
@@ -129,15 +134,51 @@ def page_step(optimizer: Optimizer, stores: Stores) -> Optimizer:
             "LBFGS needs all parameters at once in its step, and they rest on disk: shard without offload=, or take an "
             "optimizer that updates each element by itself (AdamW, SGD)."
         )
+    if not _updates_each_element_alone(optimizer):
+        return optimizer
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups = PagedGroups(optimizer, stores)
     return twin
 
 
-def end_paged_step(optimizer: Optimizer, twin: object) -> None:
-    """Take over what the step of ``twin`` has changed, if ``twin`` is that of ``optimizer``."""
-    if twin is optimizer or not isinstance(twin, Optimizer) or not isinstance(twin.param_groups, PagedGroups):
+def _updates_each_element_alone(optimizer: Optimizer) -> bool:
+    """Whether the update of an element depends on no other, nor on a parameter's place among others.
+
+    Those of torch.optim do so, and what says it of itself. Any other step works on parameters where they rest, one
+    after the other: as it would without offload, but each operation reads and writes what it needs.
+    """
+    kind = type(optimizer)
+    said = getattr(kind, "updates_each_element_alone", None)
+    if said is None:
+        code = (kind.step, getattr(kind, "_init_group", kind.step))
+        said = all(function.__module__.startswith("torch.optim.") for function in code)
+    if not said and kind not in _told:
+        _told.add(kind)
+        _log.warning(
+            "%s steps over parameters on disk one by one, which is slow: its code is not torch.optim's, and may depend "
+            "on more than each element. If it does not, set updates_each_element_alone = True on the class.",
+            kind.__name__,
+        )
+    return bool(said)
+
+
+_log = logging.getLogger("onecopy")
+_told: Final[set[type]] = set()
+
+
+def end_paged_step(optimizer: Optimizer, twin: object, stores: Stores) -> None:
+    """Take over what the step of ``twin`` has changed, if ``twin`` is that of ``optimizer``.
+
+    Where the optimizer has stepped itself, the states that it has made go to where its parameters rest.
+    """
+    if twin is optimizer:
+        for pages, members in _by_pages(optimizer).items():
+            if pages is not None:
+                _adopt_states(pages, [one for many in members.values() for one in many], optimizer, stores)
+        stores.outbox.settle()
+        return
+    if not isinstance(twin, Optimizer) or not isinstance(twin.param_groups, PagedGroups):
         return
     twin.param_groups.write_back()
     for name, value in vars(twin).items():
@@ -152,7 +193,7 @@ class _Walk:
         self._stops = stops
         self._optimizer = optimizer
         self._stores = stores
-        self._arrivals: SimpleQueue[list[tuple[Page, Tensor, Callable[[], None]]] | BaseException] = SimpleQueue()
+        self._arrivals: SimpleQueue[Arrival | BaseException] = SimpleQueue()
         self._by_first = {stop.first: stop for stop in stops}
         self._by_last = {stop.last: stop for stop in stops}
         self._current: _Stop | None = None
@@ -168,12 +209,33 @@ class _Walk:
     def _bring_all(self, needs: list[list[Page]]) -> None:
         try:
             for pages in needs:
-                memory = [self._stores.pool.take(page.nbytes) for page in pages]
-                self._arrivals.put([(p, m, p.bring(m)) for p, m in zip(pages, memory, strict=True)])
+                self._arrivals.put(self._bring(pages))
         except Cancelled:
             pass
         except BaseException as error:
             self._arrivals.put(error)
+
+    def _bring(self, pages: list[Page]) -> Arrival:
+        memory: list[Tensor] = []
+        brought: Arrival = []
+        try:
+            for page in pages:
+                memory.append(self._stores.pool.take(page.nbytes))
+            for page, buffer in zip(pages, memory, strict=True):
+                brought.append((page, buffer, page.bring(buffer)))
+        except BaseException:
+            self._give_back(brought)
+            for buffer in memory[len(brought) :]:
+                self._stores.pool.give(buffer)
+            raise
+        return brought
+
+    def _give_back(self, arrival: Arrival) -> None:
+        """Nobody wants what was brought."""
+        for page, memory, wait in arrival:
+            with suppress(Exception):
+                wait()
+            page.put_away(memory, partial(self._stores.pool.give, memory))
 
     def come_to(self, position: int) -> None:
         """The step is about to look at the part ``position``."""
@@ -198,13 +260,16 @@ class _Walk:
     def _put_away(self, stop: _Stop) -> None:
         self._current = None
         stop.pages.nursery = None
-        _adopt_states(stop, self._optimizer, self._stores)
-        master = stop.pages.master
-        if master.is_changed and stop.pages.on_change is not None and master.at_hand is not None:
-            stop.pages.on_change(master.at_hand)
-        at_hand, stop.at_hand = stop.at_hand, []
-        for page, memory in at_hand:
-            page.put_away(memory, lambda memory=memory: self._stores.pool.give(memory))  # type: ignore[misc]
+        try:
+            _adopt_states(stop.pages, stop.parameters, self._optimizer, self._stores)
+            master = stop.pages.master
+            if master.is_changed and stop.pages.on_change is not None and master.at_hand is not None:
+                stop.pages.on_change(master.at_hand)
+        finally:
+            # Where the disk has no room for states, too: what is at hand must not stay so.
+            at_hand, stop.at_hand = stop.at_hand, []
+            for page, memory in at_hand:
+                page.put_away(memory, partial(self._stores.pool.give, memory))
 
     def end(self) -> None:
         """The step has come to its end: all is written.
@@ -229,20 +294,18 @@ class _Walk:
                 self._put_away(self._current)
         while not self._arrivals.empty():
             arrival = self._arrivals.get()
-            for page, memory, wait in arrival if isinstance(arrival, list) else ():
-                with suppress(Exception):
-                    wait()
-                page.put_away(memory, lambda memory=memory: self._stores.pool.give(memory))  # type: ignore[misc]
+            if isinstance(arrival, list):
+                self._give_back(arrival)
         for stop in self._stops:
             for page in stop.pages_for(self._optimizer):
                 with suppress(Exception):
                     page.settle()
 
 
-def _adopt_states(stop: _Stop, optimizer: Optimizer, stores: Stores) -> None:
+def _adopt_states(pages: Pages, parameters: list[RestingTensor], optimizer: Optimizer, stores: Stores) -> None:
     """Let states rest that the optimizer has just made, or that were loaded into memory."""
     new: dict[Page, list[tuple[RestingTensor, SlicedTensor]]] = {}
-    for parameter in stop.parameters:
+    for parameter in parameters:
         states = optimizer.state.get(parameter)
         for name, value in list(states.items()) if isinstance(states, dict) else ():
             if (
@@ -250,7 +313,7 @@ def _adopt_states(stop: _Stop, optimizer: Optimizer, stores: Stores) -> None:
                 and not isinstance(value, RestingTensor)
                 and parameter.slicing.matches(value.slicing)
             ):
-                page = stop.pages.state(optimizer, name, value.dtype)
+                page = pages.state(optimizer, name, value.dtype)
                 resting = RestingTensor(page, parameter.start, parameter.slicing)
                 optimizer.state[parameter][name] = resting
                 new.setdefault(page, []).append((resting, value))
