@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from enum import IntEnum
@@ -97,6 +98,7 @@ def _threads(ranks: int) -> int:
 def _be_a_rank(config: Config) -> NoReturn:
     rank, is_first = os.environ["RANK"], os.environ.get("LOCAL_RANK", "0") == "0"
     message, known_to_all = "", False
+    threading.excepthook = _leave_to_the_loop
     try:
         config = resolve(config)
         check(config)
@@ -123,6 +125,12 @@ def _be_a_rank(config: Config) -> NoReturn:
         time.sleep(_LAST_WORDS)
     # Past destructors, which may wait for ranks that are gone.
     os._exit(code)
+
+
+def _leave_to_the_loop(failed: threading.ExceptHookArgs) -> None:
+    """TensorBoard writes in a thread of its own. What a disk refuses there, it refuses the loop, too, which says so."""
+    if not isinstance(failed.exc_value, OSError):
+        threading.__excepthook__(failed)
 
 
 # --- the launcher

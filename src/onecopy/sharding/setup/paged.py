@@ -219,8 +219,7 @@ class _Walk:
         memory: list[Tensor] = []
         brought: Arrival = []
         try:
-            for page in pages:
-                memory.append(self._stores.pool.take(page.nbytes))
+            memory.extend(self._stores.pool.take(page.nbytes) for page in pages)
             for page, buffer in zip(pages, memory, strict=True):
                 brought.append((page, buffer, page.bring(buffer)))
         except BaseException:
