@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -185,20 +185,27 @@ def _open_sinks(
 ) -> Iterator[Callable[[Record], None]]:
     """A function that hands a record to the terminal and the files; on other ranks than the first to nobody."""
     sinks: list[Sink] = []
-    with ExitStack() as open_sinks:
-        if world.rank == 0:
-            console = Console()
-            print_start(console, config, model)
-            sinks.append(JsonLines(directory / "metrics.jsonl", start))
-            if config.run.tensorboard:
-                sinks.append(TensorBoard(directory, start))
-            sinks.append(Report(console, config.schedule.steps))
-        for sink in sinks:
-            open_sinks.callback(sink.close)
+    if world.rank == 0:
+        console = Console()
+        print_start(console, config, model)
+        sinks.append(JsonLines(directory / "metrics.jsonl", start))
+        if config.run.tensorboard:
+            sinks.append(TensorBoard(directory, start))
+        sinks.append(Report(console, config.schedule.steps))
 
-        def write(record: Record) -> None:
-            with writing(directory):
-                for sink in sinks:
-                    sink.write(record)
+    def write(record: Record) -> None:
+        with writing(directory):
+            for sink in sinks:
+                sink.write(record)
 
+    try:
         yield write
+    except BaseException:
+        for sink in sinks:
+            # A disk that failed before fails here again, and what went wrong first is what is told.
+            with suppress(OSError):
+                sink.close()
+        raise
+    with writing(directory):
+        for sink in sinks:
+            sink.close()
