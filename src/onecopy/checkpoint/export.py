@@ -75,8 +75,8 @@ def export(
         assets: files to add, or to put in place of those that were saved: config.json, a tokenizer's.
 
     Raises:
-        SettingsError: if ``out`` is not free, or ``dtype`` is none that transformers loads.
-        CheckpointError: if ``out`` cannot be written, if there is no whole checkpoint, or if it holds the trainable
+        SettingsError: if ``out`` is not free or cannot be made, or ``dtype`` is none that transformers loads.
+        CheckpointError: if a file of it cannot be written, if there is no whole checkpoint, or if it holds the trainable
             parameters alone.
     """
     if dtype is not None and dtype not in _NAMES:
@@ -127,7 +127,7 @@ def _export(
         return {file.name: file.stat().st_size for file in sorted(target.iterdir())}
 
     try:
-        group.on_first("exporting", lambda: on_disk(target, lambda: _begin(making)))
+        group.on_first("exporting", lambda: on_disk(target, lambda: _begin(making), SettingsError))
         write_weights(_Saved(found.reader, whole, dtypes, group), making, group=group, file_bytes=file_bytes)
         files = group.on_first("exporting", lambda: on_disk(target, complete))
     except OnecopyError:

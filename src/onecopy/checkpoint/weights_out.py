@@ -142,16 +142,12 @@ def write_weights(
     return {file.name: file.size for file in files} | ({f"{stem}.safetensors.index.json": len(index)} if index else {})
 
 
-def on_disk(target: Path, do: Callable[[], T]) -> T:
-    """What ``do`` returns, which writes to ``target``.
-
-    Raises:
-        CheckpointError: if the system does not let it.
-    """
+def on_disk(target: Path, do: Callable[[], T], kind: type[OnecopyError] = CheckpointError) -> T:
+    """What ``do`` returns, which writes to ``target``; an error of that kind if the system does not let it."""
     try:
         return do()
     except OSError as error:
-        raise CheckpointError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
+        raise kind(f"cannot write {str(target)!r}: {error.strerror or error}") from None
 
 
 def _lay_out(tensors: Mapping[str, Tensor], file_bytes: int, stem: str) -> list[_File]:

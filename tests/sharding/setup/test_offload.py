@@ -66,6 +66,9 @@ def _loss(model: nn.Module, index: int, rank: int, num_ranks: int) -> Tensor:
         (Offload(), 2, "moves nothing"),
         (Offload(optimizer="cpu"), 0, "take stage 1, 2 or 3"),
         (Offload(optimizer="nvme"), 2, "path of a directory"),
+        (Offload(optimizer="CPU"), 2, "path of a directory"),
+        (Offload(optimizer="cpu", prefetch=3), 2, "give parameters= too"),
+        (Offload(optimizer="~/states"), 2, "nobody expands ~"),
         (Offload(optimizer=3), 2, "path of a directory"),  # type: ignore[arg-type]
         (Offload(optimizer="cpu", prefetch=-1), 2, "prefetch"),
         (Offload(optimizer="cpu", parameters="cpu"), 2, "Take stage=3"),

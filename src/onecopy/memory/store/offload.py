@@ -54,6 +54,11 @@ class Offload:
                 f"rank"
             )
         if self.parameters is None:
+            if self.prefetch != 1:
+                raise SettingsError(
+                    f"Offload(prefetch={self.prefetch}) brings parameters ahead, which rest on the device: give "
+                    f"parameters= too, or shard(prefetch=), which is for gathers"
+                )
             return
         if not stage.shards_parameters:
             raise SettingsError(
@@ -91,8 +96,11 @@ class Offload:
 def _check_place(name: str, place: Where) -> None:
     if place is None or place == HOST:
         return
-    if not isinstance(place, str | os.PathLike) or place in _NO_DIRECTORY:
+    word = place.lower() if isinstance(place, str) else place
+    if not isinstance(place, str | os.PathLike) or word in (HOST, *_NO_DIRECTORY):
         raise SettingsError(f'Offload({name}=) must be None, "cpu" or the path of a directory; found {place!r}')
     path = Path(place)
+    if path.parts[:1] == ("~",):
+        raise SettingsError(f"Offload({name}={str(path)!r}): nobody expands ~ here; give os.path.expanduser's path")
     if path.exists() and not path.is_dir():
         raise SettingsError(f"Offload({name}={str(path)!r}) is not a directory; give the path of one")
