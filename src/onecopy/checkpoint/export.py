@@ -76,8 +76,8 @@ def export(
 
     Raises:
         SettingsError: if ``out`` is not free or cannot be made, or ``dtype`` is none that transformers loads.
-        CheckpointError: if a file of it cannot be written, if there is no whole checkpoint, or if it holds the trainable
-            parameters alone.
+        CheckpointError: if a file of it cannot be written, if there is no whole checkpoint, or if that holds the
+            trainable parameters alone.
     """
     if dtype is not None and dtype not in _NAMES:
         expected = ", ".join(f"torch.{name}" for name in _NAMES.values())
