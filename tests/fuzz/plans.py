@@ -8,11 +8,16 @@ tests/fuzz/test_plans.py some.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+# Ranks are forked from a process that runs no threads.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
 
 import torch
 import torch.nn.functional as F
