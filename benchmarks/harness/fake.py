@@ -55,6 +55,9 @@ class _SilentGroup(dist.ProcessGroup):
     def allreduce(self, *_: object) -> dist.Work:
         return self._done
 
+    def broadcast(self, *_: object) -> dist.Work:
+        return self._done
+
     def scatter(self, *_: object) -> dist.Work:
         return self._done
 

@@ -38,7 +38,8 @@ def transport_for(group: dist.ProcessGroup, device: torch.device, staging: Stagi
 def time_limit(group: dist.ProcessGroup) -> timedelta:
     """How long a message of ``group`` may take, as it was made; torch's default where its backend does not tell."""
     # A group for several kinds of devices has one limit for all.
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    kinds = group._device_types
+    options = getattr(group._get_backend(kinds[0]), "options", None) if kinds else None
     limit: timedelta = default_pg_timeout if options is None else options._timeout
     return limit
 
@@ -80,8 +81,8 @@ _reducing: Final[WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]] = Weak
 
 
 def serves_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` itself sends CPU tensors."""
-    return any(device.type == "cpu" for device in group._device_types)
+    """Whether ``group`` itself sends CPU tensors. One that names no devices, as one written in Python, sends all."""
+    return not group._device_types or any(device.type == "cpu" for device in group._device_types)
 
 
 def with_control(peers: Peers) -> Peers | None:
