@@ -13,21 +13,11 @@ from typing import Any
 import pytest
 
 from commands import called, command
+from hub_configs import LLAMA_8B
 from one_fork import Forked, On, one_fork
 from places import ROOT
 
 TESTS = ROOT / "tests" / "support"
-LLAMA_8B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
 
 
 def _plan(*arguments: object, code: int = 0, folder: Path = TESTS) -> SimpleNamespace:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import plan_adapted
+from hub_configs import LLAMA_8B
 from onecopy.errors import SettingsError
 from onecopy.planner.answer.describe import describe
 from onecopy.planner.answer.estimate import Job, Option, estimate
@@ -43,16 +44,6 @@ QWEN_30B_A3B = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "vocab_size": 151936,
-}
-LLAMA_8B = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
 }
 
 

@@ -39,6 +39,10 @@ from onecopy.sharding.tensor.sliced import SlicedTensor
 Arrival = list[tuple[Page, Tensor, Callable[[], None]]]
 """Pages on their way, the memory for each, and what waits until it is at hand."""
 
+_log = logging.getLogger("onecopy")
+_told: Final[set[type]] = set()
+"""Optimizers that were said to step slowly."""
+
 SLOTS: Final = 3
 """Buckets in memory: one is read, one computed, one written."""
 
@@ -161,10 +165,6 @@ def _updates_each_element_alone(optimizer: Optimizer) -> bool:
             kind.__name__,
         )
     return bool(said)
-
-
-_log = logging.getLogger("onecopy")
-_told: Final[set[type]] = set()
 
 
 def end_paged_step(optimizer: Optimizer, twin: object, stores: Stores) -> None:
