@@ -63,7 +63,7 @@ def test_what_a_call_kept_is_fetched_ahead_while_the_call_after_it_computes() ->
         kept = []
         for pair in range(3):
             kept.append([store.keep(values[2 * pair]), store.keep(values[2 * pair + 1])])
-            store.settle()
+            store.end_call()
         values.clear()
         assert the_device().memory()[0] == 0
         for pair in (2, 1, 0):
@@ -109,7 +109,7 @@ def test_what_is_dropped_while_it_is_fetched_ahead_goes_in_order() -> None:
         kept = []
         for _ in range(2):
             kept.append(store.keep(torch.zeros(256, device=device)))
-            store.settle()
+            store.end_call()
         kept[1].fetch()
         kept.clear()
         for _ in range(3):

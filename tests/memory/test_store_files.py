@@ -204,7 +204,7 @@ def test_a_page_is_read_written_brought_and_put_away(tmp_path: Path) -> None:
         page.is_changed = True
         done = threading.Event()
         page.put_away(memory, done.set)
-        page.settle()
+        page.wait()
         assert done.wait(5)
         with page.opened(write=True) as whole:
             assert torch.equal(whole, 2 * values)

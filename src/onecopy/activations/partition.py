@@ -105,9 +105,9 @@ class Partition:
             flat = self._copy(flat, flat.numel())
         return Saved(self._store.keep(flat), like, cut, spec)
 
-    def settle(self) -> None:
+    def end_call(self) -> None:
         """The call whose tensors were saved is over: they may be changed."""
-        self._store.settle()
+        self._store.end_call()
 
     def _copy(self, values: Tensor, numel: int) -> Tensor:
         """``values`` in memory of their own, of at least ``numel`` elements of which the last may be undefined."""

@@ -71,7 +71,7 @@ class Region:
             return
         generator, hooks = self._open.pop()
         try:
-            self._partition.settle()
+            self._partition.end_call()
             if failed:
                 generator.close()
             else:

@@ -7,9 +7,9 @@ a directory   one file for each, mapped into memory       written and read throu
 ============  ==========================================  =======================================================
 
 What is kept is fetched in the reverse order of keeping: who fetches what one call has kept begins to fetch what the
-call before it kept. A call is what lies between two `settle`s: one pass through a checkpointed unit.
+call before it kept. A call is what lies between two `end_call`s: one pass through a checkpointed unit.
 
-    computing    keep ─────── the unit computes ─────── settle (waits for out)      fetch (waits for in)   recompute …
+    computing    keep ─────── the unit computes ─────── end_call (waits for out)      fetch (waits for in)   recompute …
     out                └─ copy to the host ─────────────┘
     in                                                                fetched ahead ─┘
 """
@@ -40,9 +40,9 @@ class Kept(Protocol):
 
 class Store(Protocol):
     def keep(self, flat: Tensor) -> Kept:
-        """Take the 1-D ``flat``, to which nobody else may write before `settle`."""
+        """Take the 1-D ``flat``, to which nobody else may write before `end_call`."""
 
-    def settle(self) -> None:
+    def end_call(self) -> None:
         """The call whose tensors were kept is over: kernels launched from now on find them taken."""
 
 
@@ -86,7 +86,7 @@ class OnDevice:
     def keep(self, flat: Tensor) -> Kept:
         return _OnDevice(flat, self._meter)
 
-    def settle(self) -> None:
+    def end_call(self) -> None:
         """Nothing was moved."""
 
 
@@ -132,9 +132,9 @@ class InHostMemory:
             self._lanes[flat.device] = _Lanes(flat.device)
         return _FromDevice(flat, self._lanes[flat.device], self._meter)
 
-    def settle(self) -> None:
+    def end_call(self) -> None:
         for lanes in self._lanes.values():
-            lanes.settle()
+            lanes.end_call()
 
 
 class _InHostMemory:
@@ -174,7 +174,7 @@ class _Lanes:
         self._leaving.append(Unchanged(flat))
         return self.out.record_event()
 
-    def settle(self) -> None:
+    def end_call(self) -> None:
         """Kernels launched from now on may change what was copied out, and have its memory.
 
         Raises:
@@ -244,7 +244,7 @@ class InFiles:
     def keep(self, flat: Tensor) -> Kept:
         return _InFile(flat, self._directory, self._meter)
 
-    def settle(self) -> None:
+    def end_call(self) -> None:
         """What was kept is written."""
 
 

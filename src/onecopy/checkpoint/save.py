@@ -111,7 +111,7 @@ def save(
 
     with phase_of(model, "save"):
         if (engine := find_engine(model)) is not None:
-            engine.buffers.settle()
+            engine.buffers.make_equal()
         # What one rank cannot save, no rank goes on with.
         group.together("collecting what to save", collect)
         return write(

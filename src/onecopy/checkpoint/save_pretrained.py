@@ -62,7 +62,7 @@ def save_pretrained(
     target = Path(directory)
     with phase_of(model, "save"):
         if (engine := find_engine(model)) is not None:
-            engine.buffers.settle()
+            engine.buffers.make_equal()
         written = save_tensors(named.tensors, target, dtype=dtype, file_bytes=file_bytes)
         Group.current().on_first("writing a config", lambda: _write_configs(model, target, dtype))
     return written

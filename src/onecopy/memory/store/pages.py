@@ -58,7 +58,7 @@ class Page:
             count(self.nbytes)
             weakref.finalize(self, count, -self.nbytes).atexit = False
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what is under way between memory and the file, and raise what went wrong with it."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
@@ -66,7 +66,7 @@ class Page:
 
     def bring(self, memory: Tensor) -> Callable[[], None]:
         """Begin to read the page into ``memory`` (uint8, of whole blocks). Returns what waits until it is at hand."""
-        self.settle()
+        self.wait()
         assert self.at_hand is None
         transfer = self._file.read(memory[: round_up(self.nbytes)], self._start)
 
@@ -89,14 +89,14 @@ class Page:
         self._under_way.then(then)
 
     def store(self, source: Tensor) -> None:
-        """Begin to write all elements, which ``source`` (1-D, of any dtype) must keep until `settle`."""
-        self.settle()
+        """Begin to write all elements, which ``source`` (1-D, of any dtype) must keep until `wait`."""
+        self.wait()
         self.changes += 1
         self._under_way = self._file.write(_on_host(source, self.dtype), self._start)
 
     def fetch(self, into: Tensor) -> Transfer:
         """Begin to read all elements into ``into``: contiguous, on the CPU and of the page's dtype."""
-        self.settle()
+        self.wait()
         return self._file.read(into, self._start)
 
     def read(self, start: int, numel: int) -> Tensor:
@@ -110,12 +110,12 @@ class Page:
 
     def begin_read(self, start: int, into: Tensor) -> Transfer:
         """Begin to read elements from ``start`` on; the page is at rest."""
-        self.settle()
+        self.wait()
         return self._file.read(into, self._start + start * self.dtype.itemsize)
 
     def begin_write(self, start: int, source: Tensor) -> Transfer:
         """Begin to write elements from ``start`` on; the page is at rest."""
-        self.settle()
+        self.wait()
         self.changes += 1
         return self._file.write(_on_host(source, self.dtype), self._start + start * self.dtype.itemsize)
 

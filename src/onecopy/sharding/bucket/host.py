@@ -74,11 +74,6 @@ class Copies:
             into.record_stream(self._stream)
         return event
 
-    def settle(self) -> None:
-        """Let what computes from now on wait for gradients under way: their memory on the device is free then."""
-        while self._under_way:
-            self.wait(self._under_way.popleft()[0])
-
     def wait(self, event: torch.Event) -> None:
         """Let what computes from now on wait for a copy."""
         torch.accelerator.current_stream(self._device).wait_event(event)

@@ -49,14 +49,14 @@ class Outbox:
     def store(self, page: Page, source: Tensor) -> None:
         """Begin to write ``source``, which nobody changes any more, to ``page``."""
         while len(self._under_way) >= _STORES_UNDER_WAY:
-            self._under_way.popleft().settle()
+            self._under_way.popleft().wait()
         page.store(source)
         self._under_way.append(page)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for all of them."""
         while self._under_way:
-            self._under_way.popleft().settle()
+            self._under_way.popleft().wait()
 
 
 class Walk(Protocol):

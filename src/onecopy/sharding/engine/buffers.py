@@ -100,9 +100,9 @@ class Buffers:
     def before_step(self) -> None:
         """The optimizer is about to step, on every rank."""
         if self._trained:
-            self.settle()
+            self.make_equal()
 
-    def settle(self) -> None:
+    def make_equal(self) -> None:
         """Make buffers equal, whatever was done to them; every rank calls it."""
         if self._syncs:
             self._exchange()

@@ -34,7 +34,7 @@ from onecopy.sharding.engine.entrances import open_entrances
 from onecopy.sharding.engine.micro_batches import MicroBatches
 from onecopy.sharding.engine.order import Foresight
 from onecopy.sharding.engine.reducer import Reducer
-from onecopy.sharding.engine.unit import Passage, Unit, Visit
+from onecopy.sharding.engine.unit import RecordedForward, RunningForward, Unit
 from onecopy.sharding.engine.versions import Versions
 from onecopy.sharding.graph.boundary import at_end_of_backward, in_backward, in_transform, mark_inputs
 from onecopy.sharding.graph.frames import caller_of_hook, is_running
@@ -108,7 +108,7 @@ class Engine:
         self._awaits_backward = False
         self._unrecorded = 0
         self._in_backward = False
-        self._visited: set[Unit] = set()
+        self._used: set[Unit] = set()
         self._forward = Foresight(prefetch)
         self._backward = Foresight(prefetch)
         root = [unit for unit in self.units if unit.scope is model]
@@ -149,7 +149,7 @@ class Engine:
         )
         if alike:
             for unit in self.units:
-                unit.remember_visits()
+                unit.remember_forwards()
         released = [bucket for bucket in self._buckets if self.stage.shards_parameters and bucket.is_own_memory]
         self._saved = SavedWeights(released, self._gather_saved)
         for bucket in self._buckets:
@@ -169,7 +169,7 @@ class Engine:
     def _gather(self, unit: Unit, foresight: Foresight) -> None:
         """Make ``unit`` whole, and begin to gather what is likely to come next."""
         backward = foresight is self._backward
-        ahead = foresight.visit(unit)
+        ahead = foresight.next_after(unit)
         unit.start_gather(backward=backward)
         # Before waiting: a link between two gathers must not stand idle.
         for following in ahead:
@@ -189,10 +189,10 @@ class Engine:
         if unit.scope is self.model:
             self._forget_interrupted()
         recomputes = in_backward()
-        visit = unit.record_visit() if torch.is_grad_enabled() else None
+        forward = unit.record_forward() if torch.is_grad_enabled() else None
         cache = torch.is_autocast_cache_enabled()
-        passage = Passage(visit, recomputes, cache, caller_of_hook(), sys.exception())
-        unit.passages.append(passage)
+        running = RunningForward(forward, recomputes, cache, caller_of_hook(), sys.exception())
+        unit.running.append(running)
         # Autocast would keep cast copies of whole weights, past their release and past the optimizer's step.
         torch.set_autocast_cache_enabled(False)
         if recomputes:
@@ -201,30 +201,30 @@ class Engine:
             if unit.unrecorded:
                 unit.unrecorded -= 1
                 self._unrecorded -= 1
-            if visit is not None:
-                unit.enter(visit)
+            if forward is not None:
+                unit.enter(forward)
             self._gather(unit, self._backward)
         else:
             if self._in_backward:
                 self.recover()
             # Before any message: others may wait for it while this rank waits for theirs.
             self.versions.lay_out()
-            if unit.scope is self.model and len(unit.passages) == 1:
-                self._begin_forward(recorded=visit is not None)
-            if visit is None and self._records:
+            if unit.scope is self.model and len(unit.running) == 1:
+                self._begin_forward(recorded=forward is not None)
+            if forward is None and self._records:
                 unit.unrecorded += 1
                 self._unrecorded += 1
             self.ledger.phase = "forward"
-            self._visited.add(unit)
+            self._used.add(unit)
             self._gather(unit, self._forward)
         unit.show_whole()
-        args, kwargs = self._cast(args, kwargs, passage.edits)
-        if visit is not None:
-            visit.time = perf_counter()
-            ended = partial(self._after_backward, unit, visit)
-            args, kwargs, visit.marked = mark_inputs(ended, args, kwargs, passage.edits)
+        args, kwargs = self._cast(args, kwargs, running.edits)
+        if forward is not None:
+            forward.time = perf_counter()
+            ended = partial(self._after_backward, unit, forward)
+            args, kwargs, forward.marked = mark_inputs(ended, args, kwargs, running.edits)
             if self._saved:
-                passage.hooks = self._saved.enter()
+                running.hooks = self._saved.enter()
         return args, kwargs
 
     def _count_gradients(self) -> None:
@@ -257,31 +257,31 @@ class Engine:
         return replace_tensors(args, cast, edits), replace_tensors(kwargs, cast, edits)
 
     def _after_forward(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
-        if not unit.passages:
+        if not unit.running:
             return
-        passage = unit.passages.pop()
-        self._undo(passage)
+        running = unit.running.pop()
+        self._undo(running)
         try:
             if not unit.is_computing:
                 unit.show_sliced()
         finally:
             # A forward that raised comes here too, without an output. So does one that returns None.
-            failed = output is None and sys.exception() is not passage.handled
-            if not passage.recomputes:
-                if passage.visit is not None and not failed:
-                    self._record(unit, passage.visit, "forward")
-                    self._watch(unit, passage.visit, output)
+            failed = output is None and sys.exception() is not running.handled
+            if not running.recomputes:
+                if running.forward is not None and not failed:
+                    self._record(unit, running.forward, "forward")
+                    self._watch(unit, running.forward, output)
                 if self.stage.shards_parameters and not unit.is_computing:
                     unit.release()
-            if unit.scope is self.model and not unit.passages and not passage.recomputes:
+            if unit.scope is self.model and not unit.running and not running.recomputes:
                 self._end_forward(failed)
 
-    def _undo(self, passage: Passage) -> None:
+    def _undo(self, running: RunningForward) -> None:
         """Put back what a forward had changed around it."""
-        if passage.hooks is not None:
-            passage.hooks.leave()
-        torch.set_autocast_cache_enabled(passage.autocast_cache)
-        passage.edits.undo()
+        if running.hooks is not None:
+            running.hooks.leave()
+        torch.set_autocast_cache_enabled(running.autocast_cache)
+        running.edits.undo()
 
     def _end_forward(self, failed: bool) -> None:
         self._in_model_forward = self._records = False
@@ -302,11 +302,11 @@ class Engine:
                     f"add and replace modules before."
                 )
 
-    def _watch(self, unit: Unit, visit: Visit, output: Any) -> None:
+    def _watch(self, unit: Unit, forward: RecordedForward, output: Any) -> None:
         """Have `_before_backward` called when the first gradient comes back to what the unit returned."""
         for tensor in find_tensors(output):
             if (node := tensor.grad_fn) is not None:
-                node.register_prehook(partial(self._before_backward, unit, visit))
+                node.register_prehook(partial(self._before_backward, unit, forward))
 
     # --- backward
 
@@ -329,8 +329,8 @@ class Engine:
             self.stage.shards_optimizer and self._counts and self.micro_batches.step_follows
         )
 
-    def _before_backward(self, unit: Unit, visit: Visit, _: object) -> None:
-        if visit.began:
+    def _before_backward(self, unit: Unit, forward: RecordedForward, _: object) -> None:
+        if forward.began:
             return
         if torch.is_grad_enabled() and self.stage.shards_parameters:
             raise UsageError(
@@ -338,26 +338,26 @@ class Engine:
                 "shard at stage 1 or 2, or take the gradient and its penalty inside of one unit's forward (the "
                 "model's own, with units=[])."
             )
-        unit.check_visit(visit)
-        unit.enter(visit)
+        unit.check_unchanged(forward)
+        unit.enter(forward)
         self._enter_backward(differentiated=torch.is_grad_enabled())
         if unit.buckets:
             self._gather(unit, self._backward)
             # For activation checkpoints inside of the unit, which recompute without calling it.
             unit.show_whole()
-        visit.time = perf_counter()
+        forward.time = perf_counter()
 
-    def _after_backward(self, unit: Unit, visit: Visit) -> None:
+    def _after_backward(self, unit: Unit, forward: RecordedForward) -> None:
         """The gradients of what the unit was given are there, and so all of its backward has run."""
-        self._end_visit(unit, visit)
+        self._end_backward_of(unit, forward)
         self._reduce_if_over(unit)
 
     def _all_arrived(self, unit: Unit) -> None:
         """The last gradient of one of the unit's buckets is there. Without inputs to watch, that is the end."""
         if self._has_all(unit):
-            for visit in unit.entered:
-                if not visit.ended:
-                    self._end_visit(unit, visit)
+            for forward in unit.entered:
+                if not forward.ended:
+                    self._end_backward_of(unit, forward)
         self._reduce_if_over(unit)
 
     def _has_all(self, unit: Unit) -> bool:
@@ -365,21 +365,21 @@ class Engine:
         return (
             self._unrecorded == 0
             and unit.all_arrived
-            and all(visit.ended or not visit.marked for visit in unit.entered)
+            and all(forward.ended or not forward.marked for forward in unit.entered)
         )
 
     def _reduce_if_over(self, unit: Unit) -> None:
         """The unit's backward is over when that of all its forwards is, or when no further gradient can come."""
         if self._has_all(unit) or not unit.awaits_backward:
-            self._reducer.finished(unit, self._visited)
+            self._reducer.finished(unit, self._used)
 
-    def _record(self, unit: Unit, visit: Visit, phase: str) -> None:
+    def _record(self, unit: Unit, forward: RecordedForward, phase: str) -> None:
         if (timeline := self.ledger.timeline) is not None:
-            timeline.add(f"{phase} {unit.name or '(root)'}", "compute", phase, unit.name, visit.time, perf_counter())
+            timeline.add(f"{phase} {unit.name or '(root)'}", "compute", phase, unit.name, forward.time, perf_counter())
 
-    def _end_visit(self, unit: Unit, visit: Visit) -> None:
-        unit.exit(visit)
-        self._record(unit, visit, "backward")
+    def _end_backward_of(self, unit: Unit, forward: RecordedForward) -> None:
+        unit.exit(forward)
+        self._record(unit, forward, "backward")
         if not unit.is_computing:
             unit.show_sliced()
         if self._releases_after_backward and not unit.is_computing:
@@ -408,7 +408,7 @@ class Engine:
             unit.show_sliced()
             if self._releases_after_backward:
                 unit.release(frozen=self.stage.shards_parameters)
-        self._visited.clear()
+        self._used.clear()
         self._unrecorded = 0
         self._in_backward = False
         self.ledger.phase = "step"
@@ -439,9 +439,9 @@ class Engine:
     def enter_gathered(self) -> None:
         """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
         self.come_to_rest()
-        if self._in_backward or any(unit.passages for unit in self.units):
+        if self._in_backward or any(unit.running for unit in self.units):
             raise UsageError("onecopy.gathered cannot be entered while the model is computing.")
-        self.buffers.settle()
+        self.buffers.make_equal()
         self.gathered += 1
 
     def before_step(self) -> None:
@@ -490,13 +490,13 @@ class Engine:
     def _forget_interrupted(self) -> None:
         # The outermost last: it has seen what autocast was set to.
         for unit in self.units[::-1]:
-            for passage in [p for p in unit.passages[::-1] if not is_running(p.caller)]:
-                unit.passages.remove(passage)
-                self._undo(passage)
+            for running in [p for p in unit.running[::-1] if not is_running(p.caller)]:
+                unit.running.remove(running)
+                self._undo(running)
                 unit.show_sliced()
                 if self.stage.shards_parameters and not unit.is_computing:
                     unit.release()
-        if not self._root.passages:
+        if not self._root.running:
             self._in_model_forward = self._records = False
 
     def recover(self) -> None:

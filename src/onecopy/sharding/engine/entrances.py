@@ -37,7 +37,7 @@ def open_entrances(root: Unit, before: Hook, after: Hook, forget_interrupted: Ca
 
 def _enter(root: Unit, before: Hook, forget_interrupted: Callable[[], None], outermost: list[bool], *call: Any) -> Any:
     forget_interrupted()
-    outermost.append(not root.passages)
+    outermost.append(not root.running)
     return before(root, *call) if outermost[-1] else None
 
 

@@ -40,7 +40,7 @@ class Foresight:
         self.seen = []
         self._place = 0
 
-    def visit(self, unit: Unit) -> list[Unit]:
+    def next_after(self, unit: Unit) -> list[Unit]:
         """The pass has come to ``unit``. Returns what is to be gathered ahead."""
         if self.seen and self.seen[-1] is unit:
             return []

@@ -1,4 +1,4 @@
-"""Unit: a module scope whose parameters are gathered and released as one, and the visits that computation pays it."""
+"""Unit: a module scope whose parameters are gathered and released as one, and the forwards that run through it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onecopy.sharding.bucket.saved import Hooks
 from onecopy.sharding.graph.tensors import Edits
 
 
-class Visit:
+class RecordedForward:
     """One forward of a unit that autograd recorded. It lives as long as the graph of that forward does.
 
     Attributes:
@@ -39,11 +39,11 @@ class Visit:
 
 
 @dataclass
-class Passage:
+class RunningForward:
     """A forward of a unit that is running now.
 
     Attributes:
-        visit: None where autograd records nothing.
+        forward: None where autograd records nothing.
         recomputes: it runs inside a backward, for an activation checkpoint.
         autocast_cache: whether autocast kept cast weights before it began.
         caller: the frame that runs it.
@@ -52,7 +52,7 @@ class Passage:
         hooks: what decides how autograd keeps tensors, put in force for this forward; None if they were already.
     """
 
-    visit: Visit | None
+    forward: RecordedForward | None
     recomputes: bool
     autocast_cache: bool
     caller: FrameType | None
@@ -71,12 +71,12 @@ class Unit:
 
     Attributes:
         gradients: those of its trainable buckets.
-        visits: recorded forwards whose backward may come: those whose graphs are alive, or with `remember_visits` all
-            since parameters last changed.
+        forwards: recorded forwards whose backward may come: those whose graphs are alive, or with `remember_forwards`
+            all since parameters last changed.
         entered: those among them whose backward has begun in the backward that runs now.
         unrecorded: forwards without a graph inside a recorded forward of the model: reentrant activation checkpoints,
             which will record them when they recompute.
-        passages: forwards that are running now; more than one when the unit calls itself.
+        running: forwards that are running now; more than one when the unit calls itself.
         finished: this backward has nothing more to do here.
     """
 
@@ -85,10 +85,10 @@ class Unit:
         self.scope = scope
         self.buckets = tuple(buckets)
         self.gradients: tuple[Gradients, ...] = ()
-        self.visits: MutableSet[Visit] = weakref.WeakSet()
-        self.entered: list[Visit] = []
+        self.forwards: MutableSet[RecordedForward] = weakref.WeakSet()
+        self.entered: list[RecordedForward] = []
         self.unrecorded = 0
-        self.passages: list[Passage] = []
+        self.running: list[RunningForward] = []
         self.finished = False
         self._shows_whole = False
 
@@ -103,7 +103,7 @@ class Unit:
     @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs through the unit now."""
-        return bool(self.passages) or not all(visit.ended for visit in self.entered)
+        return bool(self.running) or not all(forward.ended for forward in self.entered)
 
     @property
     def awaits_backward(self) -> bool:
@@ -111,18 +111,18 @@ class Unit:
         if self.runs_again:
             return True
         changes = self.changes
-        return self.unrecorded > 0 or any(v.changes == changes and not v.ended for v in self.visits)
+        return self.unrecorded > 0 or any(f.changes == changes and not f.ended for f in self.forwards)
 
     @property
     def may_come(self) -> bool:
         """Whether backward may come here through a forward of an earlier pass."""
         changes = self.changes
-        return self.unrecorded > 0 or any(visit.changes == changes for visit in self.visits)
+        return self.unrecorded > 0 or any(forward.changes == changes for forward in self.forwards)
 
     @property
     def runs_again(self) -> bool:
         """Whether the backward that runs now has entered a retained graph, of which nobody knows what else comes."""
-        return any(visit.ran for visit in self.entered)
+        return any(forward.ran for forward in self.entered)
 
     @property
     def all_arrived(self) -> bool:
@@ -133,48 +133,48 @@ class Unit:
         """Start from no gradients; to be called when the buckets have new parameters."""
         self.gradients = tuple(Gradients(bucket) for bucket in self.buckets if bucket.trainable)
 
-    def remember_visits(self) -> None:
+    def remember_forwards(self) -> None:
         """Let no decision depend on when a graph is freed, which may be another moment on each rank.
 
         Where ranks gather by collectives they must send and gather in one order, and Python's garbage collector frees
         a dropped graph that is part of a cycle when it likes.
         """
-        if not isinstance(self.visits, set):
-            self.visits = set(self.visits)
+        if not isinstance(self.forwards, set):
+            self.forwards = set(self.forwards)
 
-    def record_visit(self) -> Visit:
-        visit = Visit(self.changes)
-        if isinstance(self.visits, set):
+    def record_forward(self) -> RecordedForward:
+        forward = RecordedForward(self.changes)
+        if isinstance(self.forwards, set):
             # Backward cannot come through forwards with parameters that have changed since.
-            self.visits = {other for other in self.visits if other.changes == visit.changes}
-        self.visits.add(visit)
-        return visit
+            self.forwards = {other for other in self.forwards if other.changes == forward.changes}
+        self.forwards.add(forward)
+        return forward
 
-    def enter(self, visit: Visit) -> None:
-        """The backward of ``visit`` begins."""
-        visit.began = True
-        self.entered.append(visit)
+    def enter(self, forward: RecordedForward) -> None:
+        """The backward of ``forward`` begins."""
+        forward.began = True
+        self.entered.append(forward)
 
-    def exit(self, visit: Visit) -> None:
-        """The backward of ``visit`` has run. Of outputs that no hook could watch, nobody saw it begin."""
-        if not visit.began:
-            self.enter(visit)
-        visit.ended = True
+    def exit(self, forward: RecordedForward) -> None:
+        """The backward of ``forward`` has run. Of outputs that no hook could watch, nobody saw it begin."""
+        if not forward.began:
+            self.enter(forward)
+        forward.ended = True
 
     def leave(self) -> None:
         """The backward that ran is over. A graph that was retained may run backward again."""
-        for visit in self.entered:
-            visit.began = visit.ended = False
-            visit.ran = True
-            if isinstance(self.visits, set):
-                self.visits.discard(visit)
+        for forward in self.entered:
+            forward.began = forward.ended = False
+            forward.ran = True
+            if isinstance(self.forwards, set):
+                self.forwards.discard(forward)
         self.entered.clear()
         self.finished = False
         self.unrecorded = 0
 
-    def check_visit(self, visit: Visit) -> None:
+    def check_unchanged(self, forward: RecordedForward) -> None:
         """Raise `UsageError` if the parameters changed between a forward and its backward."""
-        if visit.changes != self.changes:
+        if forward.changes != self.changes:
             self.buckets[0].refuse_changed()
 
     def start_gather(self, *, backward: bool = False) -> None:

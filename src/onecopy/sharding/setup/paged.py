@@ -176,7 +176,7 @@ def end_paged_step(optimizer: Optimizer, twin: object, stores: Stores) -> None:
         for pages, members in _by_pages(optimizer).items():
             if pages is not None:
                 _adopt_states(pages, [one for many in members.values() for one in many], optimizer, stores)
-        stores.outbox.settle()
+        stores.outbox.wait()
         return
     if not isinstance(twin, Optimizer) or not isinstance(twin.param_groups, PagedGroups):
         return
@@ -278,8 +278,8 @@ class _Walk:
         """
         for stop in self._stops:
             for page in stop.pages_for(self._optimizer):
-                page.settle()
-        self._stores.outbox.settle()
+                page.wait()
+        self._stores.outbox.wait()
 
     def close(self) -> None:
         """Leave nothing in memory, also where the step has failed."""
@@ -298,7 +298,7 @@ class _Walk:
         for stop in self._stops:
             for page in stop.pages_for(self._optimizer):
                 with suppress(Exception):
-                    page.settle()
+                    page.wait()
 
 
 def _adopt_states(pages: Pages, parameters: list[RestingTensor], optimizer: Optimizer, stores: Stores) -> None:
