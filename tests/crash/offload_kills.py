@@ -9,21 +9,13 @@ saved, or the one after it, to the last bit, and training goes on from it.
 
 from __future__ import annotations
 
-import argparse
-import os
-import random
-import shutil
 import signal
 import sys
-import tempfile
-import time
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
 # What every rank would otherwise import for itself, which takes seconds.
@@ -33,13 +25,14 @@ from torch.optim import AdamW, Optimizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import kills
 import onecopy
 import onecopy.checkpoint.load
 import onecopy.checkpoint.save
 from models import Stack, seeded, vector_batches
 from onecopy.errors import CheckpointError, CollectiveError
 from oracle import gathered_weights, part
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 
 LONGEST = 0.6
 """Seconds until a rank is killed at the latest; making the model, a step and a save take about 0.1 each."""
@@ -47,20 +40,15 @@ LONGEST = 0.6
 STEPS = 200
 """After so many a run begins anew."""
 
-VICTIMS = ((0,), (1,), (0, 1))
-
 
 @dataclass
-class Tally:
+class Tally(kills.Tally):
     """What happened.
 
     Attributes:
-        kills: processes that were killed.
-        resumed: trials that went on from a checkpoint.
+        resumed: trials that left a checkpoint to go on from.
     """
 
-    kills: int = 0
-    trials: int = 0
     resumed: int = 0
 
 
@@ -91,14 +79,10 @@ def _without_offload(rank: int) -> list[list[float]]:
 
 
 def _train_until_killed(rank: int, place: Path, after: float | None, expected: list[list[float]]) -> None:
-    states = place / "states"
-    if after is not None:
-        # The kernel ends the process, wherever it is: nothing runs for a signal without a handler.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, after)
-    told = os.open(place / "told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    kills.end_after(after)
+    told = kills.Told(place)
     with suppress(CollectiveError):
-        model, optimizer = _start(states)
+        model, optimizer = _start(place / "states")
         number = 0
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -115,11 +99,11 @@ def _train_until_killed(rank: int, place: Path, after: float | None, expected: l
             number += 1
             onecopy.save(place / "c", model, optimizer, step=number, extra=number, keep=1)
             if rank == 0:
-                os.write(told, f"{number}\n".encode())
+                told.note(number)
 
 
-def kill_at_random(place: Path, kills: int, seed: int = 0) -> Tally:
-    """Kill so many ranks.
+def kill_at_random(place: Path, number: int, seed: int = 0) -> Tally:
+    """Kill so many ranks that train with states on disk.
 
     Args:
         place: an empty directory.
@@ -127,59 +111,37 @@ def kill_at_random(place: Path, kills: int, seed: int = 0) -> Tally:
     Raises:
         AssertionError: if a checkpoint was lost or harmed, or something was left.
     """
-    chance = random.Random(seed)
     expected = run_ranks(2, _without_offload, timeout=120)[0]
-    tally, known = Tally(), 0
-    while tally.kills < kills:
-        victims = VICTIMS[tally.trials % len(VICTIMS)]
-        moments: dict[int, float] = {rank: chance.uniform(0.0, LONGEST) for rank in victims}
+    tally = Tally()
 
-        def train(rank: int, moments: Any = moments) -> None:
-            _train_until_killed(rank, place, moments.get(rank), expected)
+    def run(rank: int, after: float | None) -> None:
+        _train_until_killed(rank, place, after, expected)
 
-        with pytest.raises(RankError, match="SIGALRM"):
-            run_ranks(2, train)
-        tally.trials += 1
-        tally.kills += len(victims)
-        last, found = run_ranks(1, _look, place, group=False)[0]
-        # The one after it may have been committed when the kill came before rank 0 could note it.
-        assert last <= found <= max(last, known) + 1, (last, found, known)
-        known = found
+    def look() -> int:
+        found = run_ranks(1, _look, place, group=False)[0]
         tally.resumed += found > 0
-        if found >= STEPS:
-            shutil.rmtree(place / "c")
-            (place / "told").unlink()
-            known = 0
+        return found
+
+    kills.kill_ranks(tally, place, number, LONGEST, seed, run, look, anew_at=STEPS)
     return tally
 
 
-def _look(_: int, place: Path) -> tuple[int, int]:
-    """The last step that rank 0 was told of, and the one that is loaded. What was left in the directory is gone."""
+def _look(_: int, place: Path) -> int:
+    """The step that is loaded, 0 if there is none. What was left in the directory of states is gone."""
     model, optimizer = _start(place / "states")
     assert list((place / "states").iterdir()) == []
-    told = (place / "told").read_text().splitlines() if (place / "told").exists() else []
     try:
-        found = int(onecopy.load(place / "c", model, optimizer).extra)
+        return int(onecopy.load(place / "c", model, optimizer).extra)
     except CheckpointError:
-        found = 0
-    return int(told[-1]) if told else 0, found
+        return 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    place = Path(tempfile.mkdtemp(prefix="onecopy-offload-kills-"))
-    start = time.monotonic()
-    try:
-        tally = kill_at_random(place, chosen.kills, chosen.seed)
-    finally:
-        shutil.rmtree(place)
-    seconds = time.monotonic() - start
-    print(f"{tally.kills} ranks killed in {tally.trials} trials, {seconds:.0f} s: no checkpoint harmed, no file left")
-    print(f"{tally.resumed} trials left a checkpoint to go on from")
+def _tell(tally: Tally) -> str:
+    return (
+        f"{tally.kills} ranks killed in {tally.trials} trials: no checkpoint harmed, no file left\n"
+        f"{tally.resumed} trials left a checkpoint to go on from"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    kills.main(__doc__ or "", "onecopy-offload-kills-", 100, kill_at_random, _tell)

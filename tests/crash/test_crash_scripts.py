@@ -36,5 +36,5 @@ def test_power_cuts_lose_no_checkpoint_and_would_without_syncs(tmp_path: Path) -
 
 
 def test_kills_of_runs_with_states_on_disk_leave_no_file_and_harm_no_checkpoint(tmp_path: Path) -> None:
-    tally = offload_kills.kill_at_random(tmp_path, kills=4)
+    tally = offload_kills.kill_at_random(tmp_path, 4)
     assert tally.kills >= 4
