@@ -5,7 +5,14 @@ Each also derives from the built-in that a PyTorch user would catch in the same 
 
 
 class OnecopyError(Exception):
-    """Base of every error raised by onecopy."""
+    """Base of every error raised by onecopy.
+
+    A traceback ends with the name under which docs/trouble.md says more: the class's own, in small letters.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"More: docs/trouble.md#{type(self).__name__.lower()}")
 
 
 class SettingsError(OnecopyError, ValueError):

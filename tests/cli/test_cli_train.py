@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def test_help_loads_neither_torch_nor_transformers() -> None:
         assert f"--{key.name.replace('_', '-')} " in ended.stdout
         for word in (key.field.description or "").split():
             assert word in ended.stdout
+
+
+def test_the_versions_are_those_of_the_packages() -> None:
+    ended = onecopy("--version")
+    assert (ended.returncode, ended.stdout.strip()) == (
+        0,
+        f"onecopy {metadata.version('onecopy')}, torch {metadata.version('torch')}",
+    )
 
 
 def test_printed_config_is_the_default() -> None:

@@ -78,7 +78,12 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, text: str, wrong: str, ne
     [
         ({"parallel.stage": "4"}, ["parallel.stage", "must be 0", "found 4"]),
         ({"schedule.steps": "many"}, ["schedule.steps", "'many'"]),
-        ({"schedule.steps": "0"}, ["schedule.steps", "greater than or equal to 1"]),
+        ({"schedule.steps": "0"}, ["schedule.steps must be at least 1; found '0'"]),
+        ({"optimizer.beta1": "1"}, ["optimizer.beta1 must be below 1; found '1'"]),
+        ({"data.batch": "1.5"}, ["data.batch must be a whole number; found '1.5'"]),
+        ({"run.tensorboard": "maybe"}, ["run.tensorboard must be true or false; found 'maybe'"]),
+        ({"data.train": "a.txt"}, ["data.train must be a list of texts; found 'a.txt'"]),
+        ({"parallel.ranks": "few"}, ["parallel.ranks must be a whole number or 'auto'; found 'few'"]),
         ({"parallel.precision": "fp8"}, ["parallel.precision", "'fp32', 'bf16' or 'bf16-lean'", "'fp8'"]),
         ({"optimizer.learning_rate": "nan"}, ["optimizer.learning_rate", "finite"]),
         ({"schedule.steps": "0", "model.heads": "-1"}, ["schedule.steps", "model.heads"]),
@@ -89,6 +94,17 @@ def test_wrong_value_is_named(overrides: dict[str, str], words: list[str]) -> No
         load(None, overrides)
     for word in words:
         assert word in str(raised.value)
+    assert "nput should" not in str(raised.value)
+    assert len(str(raised.value).splitlines()) == len(overrides)
+
+
+def test_weights_without_their_tokenizer_are_refused_and_a_config_alone_takes_bytes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_positions": 128}')
+    alone = resolve(load(None, {"parallel.device": "cpu", "model.path": str(tmp_path / "config.json")}))
+    assert alone.data.tokenizer == "bytes"
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SettingsError, match=r"holds no tokenizer \(tokenizer\.json"):
+        check(resolve(load(None, {"parallel.device": "cpu", "model.path": str(tmp_path)})))
 
 
 def test_file_that_is_missing_or_no_toml(tmp_path: Path) -> None:

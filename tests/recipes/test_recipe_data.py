@@ -233,6 +233,24 @@ def test_validation_is_the_end_of_the_text_or_its_own(tmp_path: Path) -> None:
 
 
 @in_a_rank
+def test_what_was_found_is_said(tmp_path: Path) -> None:
+    """Oracle: the files that the test wrote."""
+    corpus = make_corpus(tmp_path)
+    (corpus / "z.txt").touch()
+    base = {"data.train": [str(corpus)], "data.sequence_length": 3, "data.batch": 2, "schedule.steps": 6}
+    said: list[str] = []
+    prepare(settings({**base, "evaluation.evaluate_every": 0}), ALONE, tmp_path, said.append)
+    # Bytes: 11, 10, 5, 1 and 1, and a separator after each; a twentieth is kept, so 32 make 10 sequences of 3.
+    assert said == [
+        "data: 3 files, 5 documents, 33 tokens; training takes 1.20 epochs of 10 sequences of 3 tokens",
+        f"empty: {corpus / 'z.txt'}",
+        f"not read, for their names end in none of .txt, .jsonl, .parquet: {corpus / 'ignored.md'}",
+    ]
+    with pytest.raises(SettingsError, match=r"nothing to train on; empty: .*z\.txt"):
+        prepare(settings({**base, "data.train": [str(corpus / "z.txt")]}), ALONE, tmp_path)
+
+
+@in_a_rank
 def test_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("short")
     base = {"data.train": [str(tmp_path / "text.txt")]}
@@ -242,7 +260,7 @@ def test_too_little_text(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="validation text makes 0 sequences"):
         prepare(settings(base), ALONE, tmp_path)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": ""}))
-    with pytest.raises(SettingsError, match="makes 0 sequences"):
+    with pytest.raises(SettingsError, match=r"nothing to train on; empty: .*rows\.jsonl"):
         prepare(settings({"data.train": [str(tmp_path / "rows.jsonl")]}), ALONE, tmp_path)
 
 

@@ -94,16 +94,30 @@ def test_text_in_the_data_cannot_break_out(tmp_path: Path) -> None:
     assert trace["events"][0]["name"] in page_data(page)["traces"][0]["names"]
 
 
-def test_steps_whose_activations_were_not_counted_are_told(tmp_path: Path) -> None:
+def test_steps_are_drawn_alike_where_activations_were_counted_in_one_alone(tmp_path: Path) -> None:
+    """Oracle: what the run's own records hold."""
     directory = write_run(tmp_path / "run", steps=4)
-    assert "Activations were" not in render(read_run(directory))
+    assert "ctivations, which" not in render(read_run(directory))
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    remarks = {3: "Activations were counted in step 3 alone.", 0: "Activations were not counted."}
+    highest = f"{records[2]['memory']['activations'] / 1e6:,.1f} MB"
+    remarks = {
+        3: f"Without activations, which were counted in step 3 alone: {highest}",
+        0: "Activations were not counted.",
+    }
     for counted, words in remarks.items():
         for record in records:
             record["memory"]["activations"] *= record["step"] == counted
         (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-        assert words in render(read_run(directory))
+        page = render(read_run(directory))
+        assert words in page
+        data = page_data(page)
+        place = [kind["key"] for kind in data["categories"]].index("activations")
+        assert [stack[place] for _, stack in data["memory"]["steps"]] == [0.0] * 4
+        others = {kind["key"]: number for number, kind in enumerate(data["categories"]) if kind["key"] != "activations"}
+        for (_, stack), record in zip(data["memory"]["steps"], records, strict=True):
+            assert {kind: stack[number] for kind, number in others.items()} == {
+                kind: record["memory"].get(kind, 0) for kind in others
+            }
 
 
 def test_lanes_and_waits_in_the_table(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ def main() -> None:
         from onecopy.cli.plan import plan
         from onecopy.cli.report import report
         from onecopy.cli.train import short_names, train
+        from onecopy.cli.version import version
         from onecopy.errors import SettingsError
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "pydantic", "rich"):
@@ -35,6 +36,7 @@ def main() -> None:
     app.command("inspect")(inspect)
     app.command("export")(export)
     app.command("import-deepspeed")(import_deepspeed)
+    app.callback()(version)
     arguments = sys.argv[1:]
     try:
         if arguments[:1] == ["train"]:

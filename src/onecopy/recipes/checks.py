@@ -14,7 +14,7 @@ from onecopy.planner.model.tensor import check_tensor_parallel
 from onecopy.recipes.config import Config
 from onecopy.recipes.settings import keys
 from onecopy.recipes.texts import find_files
-from onecopy.recipes.tokenizer import has_tokenizer
+from onecopy.recipes.tokenizer import TOKENIZER_FILES, has_tokenizer
 from onecopy.stage import Stage
 from onecopy.untrusted import read_json, reason
 
@@ -33,7 +33,9 @@ def resolve(config: Config) -> Config:
     if tokenizer == "auto":
         path = Path(config.model.path)
         directory = str(path.parent if path.is_file() else path)
-        tokenizer = directory if config.model.path and has_tokenizer(directory) else "bytes"
+        # Weights were trained on the tokens of their own tokenizer: `_data` refuses them without it.
+        with_weights = bool(config.model.path) and path.is_dir()
+        tokenizer = directory if with_weights or (config.model.path and has_tokenizer(directory)) else "bytes"
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={"device": device, "ranks": ranks}),
@@ -178,6 +180,11 @@ def _data(config: Config) -> str | None:
     except SettingsError as error:
         return str(error)
     if config.data.tokenizer not in ("bytes", "train") and not has_tokenizer(config.data.tokenizer):
+        if config.data.tokenizer == config.model.path:
+            return (
+                f"the model directory {config.model.path!r} holds no tokenizer ({', '.join(TOKENIZER_FILES)}), and its "
+                f"weights know the tokens of no other: put its files there, or name their directory as data.tokenizer"
+            )
         return (
             f"data.tokenizer must be 'auto', 'bytes', 'train' or a directory with a tokenizer; "
             f"found {config.data.tokenizer!r}"

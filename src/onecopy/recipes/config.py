@@ -49,7 +49,7 @@ class Data(Section):
     tokenizer: str = Field(
         default="auto",
         description="'bytes': the 256 byte values. 'train': byte-level BPE trained on the training text. Otherwise a "
-        "directory with a tokenizer of transformers. 'auto': the model directory's, or else bytes.",
+        "directory with a tokenizer of transformers. 'auto': the model directory's; bytes where model.path names none.",
     )
     vocabulary: int = Field(default=4096, ge=257, description="Tokens of a tokenizer trained on the data.")
     sequence_length: int = Field(default=128, ge=2, description="Tokens in a sequence.")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy
@@ -23,7 +23,7 @@ from torch import Tensor
 from onecopy.errors import MismatchError, SettingsError
 from onecopy.recipes.config import Config
 from onecopy.recipes.metrics import writing
-from onecopy.recipes.texts import read_documents
+from onecopy.recipes.texts import SUFFIXES, Found, read_documents
 from onecopy.recipes.tokenizer import ByteTokenizer, Tokenizer, Tokens, load_tokenizer, train_tokenizer
 from onecopy.recipes.world import World
 
@@ -40,6 +40,7 @@ class Prepared:
         num_train: tokens for training; those for validation follow.
         checksum: of all tokens.
         path: the file.
+        found: what was read for training and validation.
     """
 
     vocabulary: int
@@ -47,6 +48,7 @@ class Prepared:
     num_train: int
     checksum: int
     path: Path
+    found: Found = field(compare=False)
 
 
 class Batches:
@@ -90,11 +92,14 @@ class Batches:
         return {"input_ids": tokens, "labels": tokens}
 
 
-def prepare(config: Config, world: World, directory: Path) -> tuple[Batches, list[Batch], int]:
+def prepare(
+    config: Config, world: World, directory: Path, say: Callable[[str], None] | None = None
+) -> tuple[Batches, list[Batch], int]:
     """Read and tokenize the text, once on each host.
 
     Args:
         directory: where the tokens lie until every rank has opened them, and a trained tokenizer stays.
+        say: takes a line for people about what was found.
 
     Returns:
         Batches to train on; this rank's batches of an evaluation, none if it is switched off; the vocabulary's size.
@@ -129,7 +134,34 @@ def prepare(config: Config, world: World, directory: Path) -> tuple[Batches, lis
         train, place, batch=config.data.batch, accumulate=config.parallel.accumulate, seed=config.run.seed
     )
     validation = _sequences(tokens[prepared.num_train :], config)
+    if say is not None:
+        for line in _summary(config, prepared.found, len(tokens), len(train)):
+            say(line)
     return batches, _evaluation_batches(validation, config, place), prepared.vocabulary
+
+
+def _summary(config: Config, found: Found, tokens: int, sequences: int) -> Iterator[str]:
+    """What was found, in a line; what was passed over, in one more for each kind."""
+    source = f"{_plural(found.files, 'file')}" if config.data.train else "Python's own documentation"
+    epochs = config.schedule.steps * config.data.batch / sequences
+    yield (
+        f"data: {source}, {_plural(found.documents, 'document')}, {_plural(tokens, 'token')}; training takes "
+        f"{epochs:,.2f} epochs of {_plural(sequences, 'sequence')} of {config.data.sequence_length} tokens"
+    )
+    if found.empty:
+        yield f"empty: {_first(found.empty)}"
+    if found.ignored:
+        yield f"not read, for their names end in none of {', '.join(SUFFIXES)}: {_first(found.ignored)}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _first(names: list[str], most: int = 3) -> str:
+    """Some of the names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _evaluation_batches(validation: Tokens, config: Config, world: World) -> list[Batch]:
@@ -160,13 +192,13 @@ def _write_tokens(config: Config, directory: Path, name: str) -> Prepared:
     tokenizer = make_tokenizer(config, directory)
     dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
     path = directory / name
-    checksum = 0
+    checksum, found = 0, Found()
     with writing(path), path.open("wb") as file:
 
         def write(paths: list[str]) -> int:
             nonlocal checksum
             count = 0
-            for tokens in _encode(read_documents(paths, data.text_field), tokenizer, dtype):
+            for tokens in _encode(read_documents(paths, data.text_field, found), tokenizer, dtype):
                 file.write(tokens.data)
                 checksum = zlib.crc32(tokens.data, checksum)
                 count += len(tokens)
@@ -178,8 +210,8 @@ def _write_tokens(config: Config, directory: Path, name: str) -> Prepared:
         else:
             num_train -= int(num_train * data.validation_fraction)
     if num_train == 0:
-        raise SettingsError(f"the training data {data.train} holds no documents")
-    return Prepared(tokenizer.vocabulary, dtype, num_train, checksum, path)
+        raise SettingsError(f"there is nothing to train on; empty: {_first(found.empty)}")
+    return Prepared(tokenizer.vocabulary, dtype, num_train, checksum, path, found)
 
 
 def make_tokenizer(config: Config, directory: Path) -> Tokenizer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -15,6 +14,7 @@ from onecopy.checkpoint.directory import find_checkpoints
 from onecopy.checkpoint.group import Group
 from onecopy.errors import SettingsError
 from onecopy.recipes.config import Config
+from onecopy.recipes.report import plain_console
 from onecopy.recipes.tokenizer import tokenizer_files
 from onecopy.recipes.world import World
 
@@ -116,7 +116,7 @@ class Keeper:
     def say(self, words: str) -> None:
         """Tell the person at the terminal, once."""
         if self._world.rank == 0:
-            Console().print(words, soft_wrap=True)
+            plain_console().print(words, soft_wrap=True)
 
     def _source(self) -> Path | None:
         resume = self._settings.resume

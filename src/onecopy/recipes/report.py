@@ -13,6 +13,11 @@ from onecopy.recipes.metrics import Record
 from onecopy.stage import Stage
 
 
+def plain_console() -> Console:
+    """A terminal on which text keeps its own colour: digits inside of paths are part of a name."""
+    return Console(highlight=False)
+
+
 class Report:
     """A sink that writes to the terminal.
 

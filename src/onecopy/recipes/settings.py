@@ -8,13 +8,17 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from onecopy.errors import SettingsError
 from onecopy.recipes.config import Config, Section
+
+_OWN_WORDS: Final = "Value error, "
+"""What pydantic puts before the message of an error that one of the config's own checks raised."""
 
 
 class Key(NamedTuple):
@@ -59,12 +63,51 @@ def load(path: str | None, overrides: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tables)
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, problem['loc'][:2]))}: {problem['msg'].removeprefix('Value error, ')}"
-            f" (given: {problem['input']!r})"
-            for problem in error.errors()
-        ]
-        raise SettingsError("\n".join(dict.fromkeys(problems))) from None
+        raise SettingsError("\n".join(_in_words(error))) from None
+
+
+def _in_words(error: ValidationError) -> Iterator[str]:
+    """One sentence for each key with a wrong value, whatever the number of kinds that it might have been of."""
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for problem in error.errors():
+        by_key.setdefault(".".join(map(str, problem["loc"][:2])), []).append(problem)
+    for key, problems in by_key.items():
+        if (own := problems[0]["msg"]).startswith(_OWN_WORDS):
+            yield f"{key}: {own.removeprefix(_OWN_WORDS)}"
+            continue
+        first, *others = dict.fromkeys(map(_wanted, problems))
+        wanted = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+        yield f"{key} {wanted}; found {problems[0]['input']!r}"
+
+
+def _wanted(problem: ErrorDetails) -> str:
+    """What a value must be, by pydantic's name of what is wrong with it."""
+    limits = problem.get("ctx", {})
+    match problem["type"]:
+        case "int_parsing" | "int_type" | "int_from_float" | "int_parsing_size":
+            return "must be a whole number"
+        case "float_parsing" | "float_type":
+            return "must be a number"
+        case "bool_parsing" | "bool_type":
+            return "must be true or false"
+        case "string_type":
+            return "must be text"
+        case "list_type":
+            return "must be a list of texts"
+        case "literal_error":
+            return f"must be {limits['expected']}"
+        case "greater_than_equal":
+            return f"must be at least {limits['ge']:g}"
+        case "greater_than":
+            return f"must be above {limits['gt']:g}"
+        case "less_than_equal":
+            return f"must be at most {limits['le']:g}"
+        case "less_than":
+            return f"must be below {limits['lt']:g}"
+        case "finite_number":
+            return "must be a finite number"
+        case _:
+            return problem["msg"]
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:

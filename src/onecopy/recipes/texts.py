@@ -4,12 +4,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from onecopy.errors import SettingsError
 
 SUFFIXES: Final = (".txt", ".jsonl", ".parquet")
+
+
+@dataclass
+class Found:
+    """What was read.
+
+    Attributes:
+        files: those that held text.
+        documents: in them.
+        empty: files without any text.
+        ignored: files in data directories whose names end in none of `SUFFIXES`.
+    """
+
+    files: int = 0
+    documents: int = 0
+    empty: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+
+
+def ignored_files(paths: Sequence[str]) -> list[str]:
+    """Files in directories among ``paths`` that `find_files` passes over: of other kinds, and no hidden ones."""
+    return [
+        str(file)
+        for path in map(Path, paths)
+        if path.is_dir()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.suffix not in SUFFIXES and not file.name.startswith(".")
+    ]
 
 
 def find_files(paths: Sequence[str]) -> list[Path]:
@@ -34,32 +63,49 @@ def find_files(paths: Sequence[str]) -> list[Path]:
     return found
 
 
-def read_documents(paths: Sequence[str], field: str) -> Iterator[str]:
+def read_documents(paths: Sequence[str], text_field: str, found: Found | None = None) -> Iterator[str]:
     """The documents of ``paths`` in order; without paths, Python's documentation from the standard library.
 
     Args:
         paths: files or directories, see `find_files`.
-        field: which field of a .jsonl or .parquet row is the text.
+        text_field: which field of a .jsonl or .parquet row is the text.
+        found: counts what is read.
 
     Raises:
         SettingsError: if a file cannot be read as its name says, or a row has no such text.
     """
+    found = found if found is not None else Found()
     if not paths:
         from pydoc_data.topics import topics
 
-        yield from (topics[name] for name in sorted(topics))
+        for name in sorted(topics):
+            found.documents += 1
+            yield topics[name]
         return
+    found.ignored += ignored_files(paths)
     for file in find_files(paths):
-        try:
-            match file.suffix:
-                case ".txt":
-                    yield file.read_text(encoding="utf-8")
-                case ".jsonl":
-                    yield from _read_jsonl(file, field)
-                case _:
-                    yield from _read_parquet(file, field)
-        except UnicodeDecodeError as error:
-            raise SettingsError(f"{file} is not UTF-8 text: {error}") from None
+        documents = 0
+        for text in _read(file, text_field):
+            if text.strip():
+                documents += 1
+                yield text
+        found.files += bool(documents)
+        found.documents += documents
+        if not documents:
+            found.empty.append(str(file))
+
+
+def _read(file: Path, text_field: str) -> Iterator[str]:
+    try:
+        match file.suffix:
+            case ".txt":
+                yield file.read_text(encoding="utf-8")
+            case ".jsonl":
+                yield from _read_jsonl(file, text_field)
+            case _:
+                yield from _read_parquet(file, text_field)
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{file} is not UTF-8 text: {error}") from None
 
 
 def _read_jsonl(file: Path, field: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from onecopy.errors import SettingsError
 Tokens = NDArray[numpy.integer]
 
 _SEPARATOR: Final = "<|endoftext|>"
-_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _MORE_FILES: Final = ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
 
 
@@ -60,12 +60,12 @@ class PretrainedTokenizer:
 
 def has_tokenizer(directory: str) -> bool:
     """Whether a directory holds a tokenizer of transformers."""
-    return any((Path(directory) / name).is_file() for name in _FILES)
+    return any((Path(directory) / name).is_file() for name in TOKENIZER_FILES)
 
 
 def tokenizer_files(directory: str) -> list[Path]:
     """What there is of a tokenizer in a directory; nothing if it is none."""
-    return [path for name in (*_FILES, *_MORE_FILES) if (path := Path(directory) / name).is_file()]
+    return [path for name in (*TOKENIZER_FILES, *_MORE_FILES) if (path := Path(directory) / name).is_file()]
 
 
 def load_tokenizer(directory: str) -> PretrainedTokenizer:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ from onecopy.recipes.keeper import Keeper
 from onecopy.recipes.metrics import JsonLines, Record, Sink, TensorBoard, make_run_directory, write_summary, writing
 from onecopy.recipes.model import build_model
 from onecopy.recipes.plan import plan_run
-from onecopy.recipes.report import Report, print_start, print_summary
+from onecopy.recipes.report import Report, plain_console, print_start, print_summary
 from onecopy.recipes.schedule import build_optimizer, build_schedule
 from onecopy.recipes.settings import dump
 from onecopy.recipes.stop import StopRequest
@@ -48,7 +49,9 @@ def train(config: Config, world: World) -> bool:
     """
     config, directory = _enter_run_directory(config, world)
     parallel, steps = config.parallel, config.schedule.steps
-    batches, evaluation_batches, vocabulary = prepare(config, world, directory)
+    console = plain_console()
+    say = partial(console.print, soft_wrap=True) if world.rank == 0 else None
+    batches, evaluation_batches, vocabulary = prepare(config, world, directory, say)
 
     torch.manual_seed(config.run.seed)
     model, mesh = build_model(config, vocabulary).to(world.device), _make_mesh(config, world)
@@ -79,7 +82,7 @@ def train(config: Config, world: World) -> bool:
 
     account = Account(config, world, model, start, plan_run(config, world, vocabulary) if world.rank == 0 else None)
     watch = Watch(model, world, config.optimizer.not_finite_steps)
-    with StopRequest() as stop, _open_sinks(config, world, directory, model, start) as write:
+    with StopRequest() as stop, _open_sinks(config, world, directory, model, start, console) as write:
         for step, micro_batches in zip(range(start + 1, steps + 1), batches.after(start), strict=False):
             with _profiled(step, config, world, directory, model):
                 loss = torch.zeros((), device=world.device)
@@ -112,7 +115,7 @@ def train(config: Config, world: World) -> bool:
     summary = account.summary(interrupted=step < steps, checkpoint=keeper.finish())
     if world.rank == 0:
         write_summary(directory, summary.as_dict())
-        print_summary(Console(), summary)
+        print_summary(console, summary)
     return not summary.interrupted
 
 
@@ -181,12 +184,11 @@ def _profiled(step: int, config: Config, world: World, directory: Path, model: n
 
 @contextmanager
 def _open_sinks(
-    config: Config, world: World, directory: Path, model: nn.Module, start: int
+    config: Config, world: World, directory: Path, model: nn.Module, start: int, console: Console
 ) -> Iterator[Callable[[Record], None]]:
     """A function that hands a record to the terminal and the files; on other ranks than the first to nobody."""
     sinks: list[Sink] = []
     if world.rank == 0:
-        console = Console()
         print_start(console, config, model)
         sinks.append(JsonLines(directory / "metrics.jsonl", start))
         if config.run.tensorboard:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rich.console import Console
 from torch import nn
 
 from onecopy.checkpoint.finite import first_not_finite
 from onecopy.errors import NotFiniteError
+from onecopy.recipes.report import plain_console
 from onecopy.recipes.world import World
 
 
@@ -55,7 +55,7 @@ class Watch:
         if self.spoiled == 1:
             self._first = f"step {step}: {words}"
         if self._world.rank == 0:
-            Console().print(f"step {step} changes nothing: {words}", soft_wrap=True, markup=False)
+            plain_console().print(f"step {step} changes nothing: {words}", soft_wrap=True, markup=False)
         return False
 
     def check(self) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 from onecopy.report.rows import assign_rows
-from onecopy.report.run import CATEGORIES, LANES, PHASES, Run, Trace, categories, number
+from onecopy.report.run import CATEGORIES, LANES, PHASES, Run, Trace, categories, number, partly_counted
 
 T = TypeVar("T")
 Point = tuple[float, float | None]
@@ -76,9 +76,11 @@ def _buckets(series: list[T], count: int) -> list[list[T]]:
 
 
 def _memory_steps(run: Run, kinds: list[str]) -> list[Stack]:
+    """What each step held. Activations that were counted in some steps alone would make those look larger."""
+    drawn = [kind for kind in kinds if kind != "activations" or not partly_counted(run)]
     return thin_stacks(
         [
-            (step["step"], [number(step["memory"].get(kind)) or 0.0 for kind in kinds])
+            (step["step"], [(number(step["memory"].get(kind)) or 0.0) if kind in drawn else 0.0 for kind in kinds])
             for step in run.steps
             if isinstance(step.get("memory"), dict)
         ]

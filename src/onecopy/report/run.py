@@ -110,6 +110,17 @@ def number(value: Any) -> float | None:
     return float(value) if usable else None
 
 
+def steps_with_activations(run: Run) -> list[dict[str, Any]]:
+    """The steps in which activations were counted: the meter sees them only while a step is profiled."""
+    return [step for step in run.steps if isinstance(step.get("memory"), dict) and step["memory"].get("activations")]
+
+
+def partly_counted(run: Run) -> bool:
+    """Whether activations were counted in some of the recorded steps, and not in all."""
+    recorded = [step for step in run.steps if isinstance(step.get("memory"), dict)]
+    return 0 < len(steps_with_activations(run)) < len(recorded)
+
+
 def categories(*samples: dict[str, Any]) -> list[str]:
     """The categories that occur, known ones first, so that no bytes are left out."""
     found = dict.fromkeys(name for sample in samples for name in sample)

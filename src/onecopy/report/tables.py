@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from onecopy.report.figures import label
-from onecopy.report.run import LANES, Run, Trace, number
+from onecopy.report.run import LANES, Run, Trace, number, partly_counted, steps_with_activations
 from onecopy.report.words import count, difference, megabytes, milliseconds, setting
 
 
@@ -46,14 +46,17 @@ def memory_source(run: Run) -> str:
 
 
 def activations_remark(run: Run) -> str:
-    """In which steps activations were counted: the meter sees them only while a step is profiled."""
-    recorded = [step for step in run.steps if isinstance(step.get("memory"), dict)]
-    counted = [str(step["step"]) for step in recorded if step["memory"].get("activations")]
-    if not recorded or len(counted) == len(recorded):
+    """Where activations are to be seen, if they are not among what is drawn over the steps."""
+    counted = steps_with_activations(run)
+    if not counted:
+        return (
+            "Activations were not counted." if any(isinstance(step.get("memory"), dict) for step in run.steps) else ""
+        )
+    if not partly_counted(run):
         return ""
-    return (
-        f"Activations were counted in step {', '.join(counted)} alone." if counted else "Activations were not counted."
-    )
+    highest = max(number(step["memory"]["activations"]) or 0.0 for step in counted)
+    steps = ", ".join(str(step["step"]) for step in counted)
+    return f"Without activations, which were counted in step {steps} alone: {megabytes(highest)}, see Inside a step."
 
 
 def headline(run: Run) -> str:
