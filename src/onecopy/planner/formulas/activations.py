@@ -132,6 +132,31 @@ def logits_bytes(
     return (element_bytes + loss_bytes) * micro_batch * sequence * vocabulary
 
 
+def chunked_loss_bytes(
+    micro_batch: int,
+    sequence: int,
+    vocabulary: int,
+    hidden: int,
+    rows: int,
+    element_bytes: float = 2,
+    *,
+    trains_head: bool = True,
+) -> float:
+    """Bytes of a loss made in chunks (`onecopy.chunked_cross_entropy`) at its height, with no logits beside it.
+
+    One chunk's logits in fp32 and their gradient in the compute dtype, and the gradients of the head and of its input,
+    which are made in forward.
+
+    Args:
+        rows: tokens of a chunk.
+        element_bytes: of the compute dtype; fp32's gradient is made in place.
+        trains_head: a frozen head has no gradient.
+    """
+    tokens = micro_batch * sequence
+    logits = (4 + (element_bytes if element_bytes < 4 else 0)) * min(rows, tokens) * vocabulary
+    return logits + element_bytes * hidden * (tokens + (vocabulary if trains_head else 0))
+
+
 def working_bytes(
     micro_batch: int, sequence: int, hidden: int, heads: int, layers_per_checkpoint: int = 1, *, fused: bool = False
 ) -> float:
