@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from onecopy.integrations.accelerate import from_accelerate
     from onecopy.integrations.chunked_loss import chunk_loss
     from onecopy.integrations.deepspeed import from_deepspeed
-    from onecopy.loss import chunked_cross_entropy
+    from onecopy.loss.cross_entropy import chunked_cross_entropy
     from onecopy.memory.store.offload import Offload
     from onecopy.observe.ledger import Entry, Ledger, Traffic
     from onecopy.sharding.model.tiled import tiled
@@ -82,7 +82,7 @@ _HOMES = {
     "onecopy.integrations.accelerate": ("from_accelerate",),
     "onecopy.integrations.chunked_loss": ("chunk_loss",),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
-    "onecopy.loss": ("chunked_cross_entropy",),
+    "onecopy.loss.cross_entropy": ("chunked_cross_entropy",),
     "onecopy.sharding.model.tiled": ("tiled",),
     "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.tensor.precision": ("Precision",),

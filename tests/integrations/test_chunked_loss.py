@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 import onecopy
 from onecopy.errors import SettingsError, UsageError
-from onecopy.loss import chunk_rows
 from onecopy.planner.model.loss import CHUNKED
 from ranks import run_ranks
 
@@ -31,7 +30,15 @@ SMALL = {
     "pad_token_id": 0,
     "use_cache": False,
 }
-GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+GPT2 = {
+    "n_embd": WIDTH,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "attn_pdrop": 0,
+    "embd_pdrop": 0,
+    "resid_pdrop": 0,
+}
 
 
 def build(kind: str = "llama", **more: Any) -> Any:
@@ -180,7 +187,7 @@ def test_less_than_half_of_the_memory_is_held() -> None:
     # As the planner counts it: `chunked_loss_bytes`.
     from onecopy.planner.formulas.activations import chunked_loss_bytes
 
-    assert chunked_loss_bytes(1, length, words, width, chunk_rows(length)) == pytest.approx(most[1], rel=0.02)
+    assert chunked_loss_bytes(1, length, words, width) == pytest.approx(most[1], rel=0.02)
 
 
 def _train(model: Any, ranks: list[int], optimizer: Any) -> list[list[float]]:

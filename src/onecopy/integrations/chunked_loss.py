@@ -1,7 +1,7 @@
 """Chunked loss: causal LMs of transformers compute their loss in chunks, `onecopy.chunked_cross_entropy`.
 
-In a forward with labels the head hands its input on, and the model's `loss_function`, which transformers lets be set,
-makes the loss of it and of the head's weight. Without labels the model computes what it always has.
+In a forward with labels the head makes the loss itself, while its weight is whole, and the model's `loss_function`,
+which transformers lets be set, hands that on. Without labels the model computes what it always has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from onecopy.errors import SettingsError
-from onecopy.loss import chunked_cross_entropy
+from onecopy.loss.cross_entropy import chunked_cross_entropy
 from onecopy.planner.model.loss import chunks_loss
 
 
@@ -48,7 +48,7 @@ def chunk_loss(model: Any) -> bool:
 
 
 class ChunkedHead(nn.Linear):
-    """A head that hands its input on while a loss is to be made of it.
+    """A head that makes the loss where there are labels, and logits where there are none.
 
     Args:
         head: whose parameter it takes, which may be the input embedding's too.
@@ -59,48 +59,37 @@ class ChunkedHead(nn.Linear):
         super().__init__(head.in_features, head.out_features, bias=False, device="meta", dtype=head.weight.dtype)
         self.weight = head.weight
         self.train(head.training)
-        self.waits = False
         self._whole = whole
+        # What the model was called with, where a loss is to be made.
+        self._named: dict[str, Any] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Of shape (..., in_features) to (..., out_features), or ``input`` itself."""
-        return input if self.waits else super().forward(input)
+        """Of shape (..., in_features) to (..., out_features), or to the loss, a scalar."""
+        named = self._named
+        if named is None:
+            return super().forward(input)
+        ignored, items, labels = (named.get(name) for name in ("ignore_index", "num_items_in_batch", "shift_labels"))
+        ignored = -100 if ignored is None else ignored
+        if labels is None:
+            labels = nn.functional.pad(named["labels"], (0, 1), value=ignored)[..., 1:]
+        reduction = "mean" if items is None else "sum"
+        found = chunked_cross_entropy(
+            input, self.weight, labels.to(input.device), ignore_index=ignored, reduction=reduction
+        )
+        return found if items is None else found / items
 
     def expect(self, model: Any, _: Any, named: dict[str, Any]) -> None:
         """The model's forward begins. Who wants a tuple counts on its places, one of which is the logits'."""
-        self.waits = named.get("labels") is not None and named.get("return_dict", model.config.return_dict) is not False
+        tuples = named.get("return_dict", model.config.return_dict) is False
+        self._named = None if named.get("labels") is None or tuples else named
 
     def forget(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """The model's forward has ended; what its output calls logits would be the head's input."""
-        if not self.waits or output is None:
+        """The model's forward has ended; what its output calls logits would be the loss."""
+        if self._named is None or output is None:
             return output
-        self.waits = False
+        self._named = None
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
-    def loss(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | float | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """What `ForCausalLMLoss` of transformers computes, of the head's input in place of logits."""
-        if not self.waits:
-            return self._whole(
-                logits,
-                labels,
-                vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index,
-                shift_labels=shift_labels,
-            )
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        found = chunked_cross_entropy(
-            logits, self.weight, shift_labels.to(logits.device), ignore_index=ignore_index, reduction=reduction
-        )
-        return found if num_items_in_batch is None else found / num_items_in_batch
+    def loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Tensor:
+        """What the model's forward takes for its loss function: the loss is made, unless there are logits."""
+        return self._whole(logits, labels, vocab_size, **more) if self._named is None else logits

@@ -153,11 +153,13 @@ def describe_units(
             inputs = replace_tensors(batch(), lambda t: t.to(dtype) if dtype and t.is_floating_point() else t)
             with alive or nullcontext():
                 with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor):
-                    output = loss_of(call(model, inputs))
-                if alive is not None and output.requires_grad:
+                    # Kept through backward, as in a loop that has a name for it.
+                    output = call(model, inputs)
+                    loss = loss_of(output)
+                if alive is not None and loss.requires_grad:
                     seen.forget()
-                    output.backward()
-            del output
+                    loss.backward()
+            del output, loss
     names = ["", *(name for name in seen.order if name), *(name for name in numels if name and name not in seen.order)]
     return [
         Unit(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+from onecopy.loss.chunks import chunk_rows
+
 Recompute = Literal["none", "selective", "full"]
 
 HIDDEN_COPIES: Final = {"gpt2": 34 / 2, "llama": 28, "smollm2": 24, "qwen3": 38, "gemma": 48}
@@ -137,10 +139,7 @@ def chunked_loss_bytes(
     sequence: int,
     vocabulary: int,
     hidden: int,
-    rows: int,
     element_bytes: float = 2,
-    *,
-    trains_head: bool = True,
 ) -> float:
     """Bytes of a loss made in chunks (`onecopy.chunked_cross_entropy`) at its height, with no logits beside it.
 
@@ -148,13 +147,11 @@ def chunked_loss_bytes(
     which are made in forward.
 
     Args:
-        rows: tokens of a chunk.
         element_bytes: of the compute dtype; fp32's gradient is made in place.
-        trains_head: a frozen head has no gradient.
     """
     tokens = micro_batch * sequence
-    logits = (4 + (element_bytes if element_bytes < 4 else 0)) * min(rows, tokens) * vocabulary
-    return logits + element_bytes * hidden * (tokens + (vocabulary if trains_head else 0))
+    logits = (4 + (element_bytes if element_bytes < 4 else 0)) * min(chunk_rows(tokens), tokens) * vocabulary
+    return logits + element_bytes * hidden * (tokens + vocabulary)
 
 
 def working_bytes(

@@ -1,4 +1,4 @@
-"""Loss: the cross-entropy of a language model's head, a chunk of tokens at a time, so that logits never exist whole.
+"""Cross-entropy of a language model's head, a chunk of tokens at a time, so that logits never exist whole.
 
 The head's product, its loss and the loss's gradients are computed for a chunk, and the logits go before the next. As
 Liger's Triton kernel does it, gradients are made in forward: nothing is computed twice. PyTorch's own
@@ -14,19 +14,9 @@ import torch
 from torch import Tensor
 
 from onecopy.errors import SettingsError, UsageError
-
-CHUNKS: Final = 8
-"""Into how many chunks tokens are cut, if these are then neither smaller nor larger than `ROWS`."""
-
-ROWS: Final = (128, 1024)
-"""Fewest and most tokens of a chunk: fewer are slow on a GPU, and more hold more."""
+from onecopy.loss.chunks import chunk_rows
 
 _NEVER: Final = -100
-
-
-def chunk_rows(tokens: int) -> int:
-    """Tokens of a chunk where ``tokens`` are all that there are."""
-    return min(max(-(-tokens // CHUNKS), ROWS[0]), ROWS[1])
 
 
 def chunked_cross_entropy(
@@ -64,13 +54,17 @@ def chunked_cross_entropy(
     if rows is not None and rows < 1:
         raise SettingsError(f"rows must be positive; found {rows}")
     if hidden.dtype is torch.float16:
-        raise SettingsError("chunked_cross_entropy sums gradients in the dtype of its input, too much for fp16: use bf16")
+        raise SettingsError(
+            "chunked_cross_entropy sums gradients in its input's dtype, which fp16 cannot hold: use bf16"
+        )
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         flat, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (flat, weight))
     with torch.autocast(kind, enabled=False):
-        total: Tensor = _Chunked.apply(flat, weight, targets, ignore_index, rows or chunk_rows(len(flat)))
+        total: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
+            flat, weight, targets, ignore_index, rows or chunk_rows(len(flat))
+        )
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 
@@ -108,7 +102,7 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         if ctx.gradients is None:
             raise UsageError(
                 "the backward of a chunked loss ran a second time: its gradients are made once, and handed out."
