@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.save_pretrained import save_pretrained
     from onecopy.checkpoint.writing import Saving
     from onecopy.integrations.accelerate import from_accelerate
+    from onecopy.integrations.chunked_loss import chunk_loss
     from onecopy.integrations.deepspeed import from_deepspeed
+    from onecopy.loss.cross_entropy import chunked_cross_entropy
     from onecopy.memory.store.offload import Offload
     from onecopy.observe.ledger import Entry, Ledger, Traffic
     from onecopy.sharding.model.tiled import tiled
@@ -47,6 +49,8 @@ __all__ = [
     "Traffic",
     "activations",
     "arena",
+    "chunk_loss",
+    "chunked_cross_entropy",
     "ema",
     "export",
     "from_accelerate",
@@ -76,7 +80,9 @@ _HOMES = {
     "onecopy.memory.store.offload": ("Offload",),
     "onecopy.observe.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.integrations.accelerate": ("from_accelerate",),
+    "onecopy.integrations.chunked_loss": ("chunk_loss",),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
+    "onecopy.loss.cross_entropy": ("chunked_cross_entropy",),
     "onecopy.sharding.model.tiled": ("tiled",),
     "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.tensor.precision": ("Precision",),

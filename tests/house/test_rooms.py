@@ -19,6 +19,7 @@ ORDER = (
     "stage",
     "untrusted",
     "version",
+    "loss",
     "observe",
     "memory",
     "comm",

@@ -141,7 +141,7 @@ def test_formulas_agree_with_gradients_held_in_bf16(implementation: str) -> None
 
 
 def _checkpointed(kind: str) -> Comparison:
-    job = Job(Shape("gpt2", (), Transformer(2, 256, 4, 4000)), LENGTH)
+    job = Job(Shape("gpt2", (Unit("", ()),), Transformer(2, 256, 4, 4000)), LENGTH)
     option = Option(2, WORDS, 1, kind, "none", 8)  # type: ignore[arg-type]
     return compare(job, option, config=None, factory=None)
 

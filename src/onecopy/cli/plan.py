@@ -47,6 +47,10 @@ def plan(
         str | None, _option("bf16, bf16-lean, fp16 or fp32; bf16 if not given.", "TEXT", _MODEL)
     ] = None,
     optimizer: Annotated[str, _option("AdamW's implementation: fused, foreach, for-loop.", "TEXT", _MODEL)] = "fused",
+    loss: Annotated[
+        str,
+        _option("chunked (onecopy.chunk_loss; where the model can) or whole, all logits at once.", "TEXT", _MODEL),
+    ] = "chunked",
     gpus: Annotated[int | None, _option("On all nodes.", "INT", _MACHINE)] = None,
     nodes: Annotated[int, _option("Hosts.", "INT", _MACHINE)] = 1,
     gpu: Annotated[str, _option("Kind: h100, a100, v100, rtx4090, mi300x, …", "TEXT", _MACHINE)] = "h100",

@@ -22,6 +22,7 @@ from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
 from onecopy.planner.answer.redundancy import redundancy
 from onecopy.planner.answer.sweep import crossover, curves, parse_range, thresholds
 from onecopy.planner.answer.zero_r import CONFIGURATIONS, Configured, configure, paper
+from onecopy.planner.formulas.activations import LOSS_BYTES
 from onecopy.planner.machine.doubts import assumed, doubts
 from onecopy.planner.machine.machine import Machine, gpu_of
 from onecopy.planner.model.shape import CHECKPOINTING, Shape, from_sizes
@@ -47,6 +48,7 @@ class Request:
     tensor: int | None
     precision: str | None
     optimizer: str
+    loss: str
     gpus: int | None
     nodes: int
     gpu: str
@@ -231,7 +233,9 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
         raise SettingsError(f"--seq is {request.seq} but the model has {sizes.sequence} positions")
     if request.seq is not None and shape.rate == "samples":
         raise SettingsError(f"--seq says nothing about {shape.name}, whose samples have no tokens; leave it out")
-    job = Job(shape, _sequence(shape, request.seq), precision, optimizer)
+    chunked = _one_of("loss", request.loss, ("chunked", "whole")) == "chunked" and sizes is not None and sizes.chunks
+    loss_bytes = None if chunked else LOSS_BYTES
+    job = Job(shape, _sequence(shape, request.seq), precision, optimizer, loss_bytes)
     # Ranks are simulated without a tensor axis.
     tensor = request.tensor or (1 if request.simulate else None)
     wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, tensor, preset)

@@ -31,9 +31,11 @@ def print_plan(
     """
     sequence = f", sequences of {job.sequence:,}" if job.shape.rate == "tokens" else ""
     nodes = f" on {machine.nodes} nodes" if machine.nodes > 1 else ""
+    loss = ", loss in chunks" if job.loss_bytes is None else ""
     console.print(
         f"{job.shape.name}: {count(job.shape.parameters)} parameters in {len(job.shape.units)} units, {job.precision}"
-        f"{sequence}, {machine.gpus} GPU{'s' if machine.gpus > 1 else ''}{nodes} of {gigabytes(machine.gpu.memory)}",
+        f"{loss}{sequence}, {machine.gpus} GPU{'s' if machine.gpus > 1 else ''}{nodes} of "
+        f"{gigabytes(machine.gpu.memory)}",
         soft_wrap=True,
     )
     for note in notes:

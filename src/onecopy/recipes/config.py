@@ -114,6 +114,16 @@ class Activations(Section):
     )
 
 
+class Loss(Section):
+    """How the loss is computed."""
+
+    chunked: bool = Field(
+        default=True,
+        description="Compute the loss a chunk of tokens at a time, so that logits never exist whole, where the model "
+        "is of a kind that can.",
+    )
+
+
 class Offload(Section):
     """Where model states rest while nobody computes with them."""
 
@@ -215,6 +225,7 @@ class Config(Section):
     data: Data = Data()
     parallel: Parallel = Parallel()
     activations: Activations = Activations()
+    loss: Loss = Loss()
     offload: Offload = Offload()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from onecopy.errors import SettingsError
+from onecopy.integrations.chunked_loss import chunk_loss
 from onecopy.recipes.config import Config
 
 
@@ -46,7 +47,7 @@ def build_model(config: Config, vocabulary: int, *, weights: bool = True) -> nn.
             bos_token_id=None,
             eos_token_id=None,
         )
-        return _for_training(transformers.GPT2LMHeadModel(small))
+        return _for_training(transformers.GPT2LMHeadModel(small), config)
     causal = transformers.AutoModelForCausalLM
     if Path(path).is_file() or not weights:
         settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
@@ -59,12 +60,14 @@ def build_model(config: Config, vocabulary: int, *, weights: bool = True) -> nn.
             f"the model in {path!r} knows {known} tokens but the data's tokenizer has {vocabulary}; "
             f"set data.tokenizer to the model's own, or a larger vocab_size"
         )
-    return _for_training(model)
+    return _for_training(model, config)
 
 
-def _for_training(model: Any) -> nn.Module:
+def _for_training(model: Any, config: Config) -> nn.Module:
     model.config.use_cache = False
     # transformers derives the loss from the class's name, which does not say it for GPT-2, and would warn.
     model.loss_type = model.loss_type or "ForCausalLM"
+    if config.loss.chunked:
+        chunk_loss(model)
     trained: nn.Module = model.train()
     return trained

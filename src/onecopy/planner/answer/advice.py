@@ -315,6 +315,8 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
     fused, lean = replace(job, implementation="fused"), replace(job, precision="bf16-lean")
     if job.implementation != "fused":
         attempt("AdamW fused", fused, machine, wishes)
+    if job.loss_bytes is not None and job.shape.transformer is not None and job.shape.transformer.chunks:
+        attempt("a loss in chunks (onecopy.chunk_loss)", replace(job, loss_bytes=None), machine, wishes)
     if wishes.checkpointing == "off":
         attempt("checkpoint activations", job, machine, replace(wishes, checkpointing="units"))
     if job.precision == "bf16":

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onecopy.errors import SettingsError
-from onecopy.planner.answer.estimate import Job, Option
+from onecopy.planner.answer.estimate import Job, Option, local_units
 from onecopy.planner.engine.step import step_bytes
 from onecopy.planner.model.schedule import Schedule, Sizes, Unit
 from onecopy.planner.model.shape import checkpointed
@@ -59,7 +59,14 @@ def compare(job: Job, option: Option, *, config: Path | None, factory: str | Non
     import onecopy
     from onecopy.planner.engine.simulate import simulate
 
-    build, batch = _model(job, option, config, factory)
+    whole, batch = _model(job, option, config, factory)
+
+    def build() -> Any:
+        model = whole()
+        if job.loss_bytes is None:
+            onecopy.chunk_loss(model)
+        return model
+
     schedule = option.schedule(job)
     units = [
         replace(checkpointed(unit, option.checkpointing), working=0.0)
@@ -69,7 +76,22 @@ def compare(job: Job, option: Option, *, config: Path | None, factory: str | Non
     if option.checkpointing != "off":
         chosen = onecopy.Activations(offload="cpu" if option.checkpointing.endswith("+cpu") else None)
     engine = simulate(build, batch, schedule, precision=job.precision, activations=chosen)
-    return tabulate(units, schedule, engine.peaks, engine.bytes_sent)
+    found = tabulate(units, schedule, engine.peaks, engine.bytes_sent)
+    loss = ("backward", "head and loss, all alive", *_loss(job, option, build, batch))
+    return replace(found, rows=[*found.rows, loss])
+
+
+def _loss(job: Job, option: Option, build: Callable[[], Any], batch: Callable[[], Any]) -> tuple[float, float]:
+    """Bytes of head and loss at their height: as the plan has them, and alive on fake tensors.
+
+    The engine's meter sees what autograd keeps of them and no temporaries.
+    """
+    from onecopy.planner.engine.simulate import describe_units
+
+    measured = describe_units(build, batch, precision=job.precision, temporaries=True)[0].logits
+    if job.shape.transformer is None:
+        return job.shape.units[0].logits * option.micro_batch * job.widths.compute / 2, measured
+    return local_units(job, option)[0].logits, measured
 
 
 def described(build: Callable[[], Any], batch: Callable[[], Any], precision: str) -> list[Unit]:

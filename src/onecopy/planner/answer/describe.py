@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from onecopy.errors import SettingsError
 from onecopy.planner.formulas.activations import HIDDEN_COPIES
+from onecopy.planner.model.loss import chunks_loss
 from onecopy.planner.model.schedule import Unit
 from onecopy.planner.model.shape import Shape, Transformer, Work, from_count
 from onecopy.planner.model.tensor import KNOWN
@@ -171,6 +172,7 @@ def transformer_of(config: Mapping[str, Any]) -> Transformer | None:
         first("max_position_embeddings", "n_positions"),
         first("num_key_value_heads"),
         family in KNOWN,
+        chunks=chunks_loss(config),
     )
 
 
@@ -248,7 +250,7 @@ def _units_of(build: Callable[[], Any], batch: Callable[[], Any] | None) -> list
         return model
 
     with redirect_stdout(sys.stderr):
-        return describe_units(checked, batch)
+        return describe_units(checked, batch, temporaries=True)
 
 
 def _in_a_line(error: Exception) -> str:

@@ -47,14 +47,14 @@ class Job:
         sequence: tokens in a sample; 1 for models without.
         precision: "bf16", "bf16-lean", "fp16" or "fp32".
         implementation: of AdamW: "foreach", "fused" or "for-loop".
-        loss_bytes: temporaries of the loss for each logit.
+        loss_bytes: temporaries of the loss for each logit; None for a loss that is made in chunks.
     """
 
     shape: Shape
     sequence: int
     precision: str = "bf16"
     implementation: str = "fused"
-    loss_bytes: float = LOSS_BYTES
+    loss_bytes: float | None = LOSS_BYTES
 
     @property
     def widths(self) -> Widths:

@@ -26,6 +26,8 @@ def shard_call(job: Job, found: Estimate) -> str:
         sizes, names = ", ".join(map(str, axes.values())), ", ".join(f'"{name}"' for name in axes)
         lines.append(f'mesh = torch.distributed.init_device_mesh("cuda", ({sizes}), mesh_dim_names=({names}))')
         arguments.append("mesh=mesh")
+    if job.loss_bytes is None:
+        lines.append("onecopy.chunk_loss(model)  # a model of transformers; others call onecopy.chunked_cross_entropy")
     if option.tensor > 1:
         lines = ["from onecopy.recipes.tensor_parallel import parallelize", "", *lines]
         # Other models are cut by torch's own parallelize_module.
@@ -94,6 +96,8 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
     if Stage.of(option.stage).shards_optimizer and option.replicate > 1:
         lines.append(f"replicate = {option.replicate}")
     lines += ["", "[optimizer]", f'implementation = "{job.implementation}"']
+    if job.loss_bytes is not None:
+        lines += ["", "[loss]", "chunked = false"]
     if option.checkpointing != "off":
         lines += ["", "[activations]", "recompute = true"]
     if option.tensor > 1 and option.checkpointing.startswith("units"):

@@ -5,14 +5,16 @@ What it reports is counted by the engine's own meter and ledger. The planner's f
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import onecopy
@@ -112,7 +114,12 @@ def simulate(
 
 
 def describe_units(
-    build: Build, batch: MakeBatch | None, *, units: Units = "auto", precision: str | None = "bf16"
+    build: Build,
+    batch: MakeBatch | None,
+    *,
+    units: Units = "auto",
+    precision: str | None = "bf16",
+    temporaries: bool = False,
 ) -> list[Unit]:
     """A model's units in the order of its forward, with the bytes that each keeps for backward.
 
@@ -121,6 +128,8 @@ def describe_units(
         batch: makes one micro-batch; None leaves activations at 0 and the order that of `model.named_modules()`.
         units: as `onecopy.shard` takes it.
         precision: likewise.
+        temporaries: run backward too, and let the root's ``logits`` be all that is alive of head and loss at their
+            highest moment, as a device holds it; else what autograd keeps of them, as the meter counts it.
     """
     with fake_tensors():
         with AnyValues():
@@ -135,15 +144,22 @@ def describe_units(
             name: max((p.element_size() for p in items if not p.requires_grad), default=4)
             for name, items in found.items()
         }
-        seen = _SavedByUnit()
+        alive = _AliveAfterUnits() if temporaries else None
+        seen = _SavedByUnit(alive)
         if batch is not None:
             dtype = Precision.of(precision).compute
             _cast_parameters(model, dtype)
             seen.watch(model, list(numels))
             inputs = replace_tensors(batch(), lambda t: t.to(dtype) if dtype and t.is_floating_point() else t)
-            with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor):
-                output = loss_of(call(model, inputs))
-            del output
+            with alive or nullcontext():
+                with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor):
+                    # Kept through backward, as in a loop that has a name for it.
+                    output = call(model, inputs)
+                    loss = loss_of(output)
+                if alive is not None and loss.requires_grad:
+                    seen.forget()
+                    loss.backward()
+            del output, loss
     names = ["", *(name for name in seen.order if name), *(name for name in numels if name and name not in seen.order)]
     return [
         Unit(
@@ -151,7 +167,7 @@ def describe_units(
             numels.get(name, ()),
             seen.kept(name),
             inputs=seen.inputs.get(name),
-            logits=0 if name else seen.tail,
+            logits=0 if name else max(seen.tail, alive.most if alive is not None else 0),
             frozen=frozen.get(name, ()),
             frozen_width=widths.get(name, 4),
         )
@@ -201,7 +217,8 @@ class _SavedByUnit:
         inputs: for each unit that `onecopy.Activations` would checkpoint, bytes of the arguments that it would keep.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alive: _AliveAfterUnits | None = None) -> None:
+        self._alive = alive
         self.tail = 0.0
         self._nbytes: dict[str, float] = {}
         self.order: list[str] = []
@@ -218,7 +235,7 @@ class _SavedByUnit:
             module.register_forward_pre_hook(
                 lambda _, args, kwargs, name=name: self._enter(name, [*args, *kwargs.values()]), with_kwargs=True
             )
-            module.register_forward_hook(lambda *_: self._leave())
+            module.register_forward_hook(lambda _, __, output: self._leave(output))
 
     def kept(self, name: str) -> float:
         """Bytes of a unit; of the root, those before its last inner unit."""
@@ -234,8 +251,14 @@ class _SavedByUnit:
         if name not in self.order:
             self.order.append(name)
 
-    def _leave(self) -> None:
+    def _leave(self, output: Any) -> None:
         self._inside.pop()
+        if self._alive is not None:
+            self._alive.begin(output)
+
+    def forget(self) -> None:
+        """Let go of what was seen: what autograd alone keeps lives no longer than it keeps it."""
+        self._seen.clear()
 
     def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -249,6 +272,54 @@ class _SavedByUnit:
             else:
                 self.tail += storage.nbytes()
         return tensor
+
+
+class _AliveAfterUnits(TorchDispatchMode):
+    """Bytes of storages made after the last inner unit's forward and before its backward, the most at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = 0
+        self._now = 0
+        self._known: dict[StorageWeakRef, weakref.finalize[..., Any]] = {}
+        self._counts = True
+
+    def begin(self, output: Any) -> None:
+        """A unit's forward has ended with ``output``: what counts begins here, and ends with the gradient of that."""
+        self.most = self._now = 0
+        for key in list(self._known):
+            self._known.pop(key).detach()
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._end)
+
+    def _end(self, _: Tensor) -> None:
+        self._counts = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self._counts:
+            given = {StorageWeakRef(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._count(leaf.untyped_storage(), given)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage, given: set[StorageWeakRef]) -> None:
+        key = StorageWeakRef(storage)
+        # What an operation was given is no work of its own.
+        if key in self._known or key in given:
+            return
+        nbytes = storage.nbytes()
+        self._known[key] = weakref.finalize(storage, self._gone, key, nbytes)
+        self._now += nbytes
+        self.most = max(self.most, self._now)
+
+    def _gone(self, key: StorageWeakRef, nbytes: int) -> None:
+        if self._known.pop(key, None) is not None:
+            self._now -= nbytes
 
 
 def _whole_storages(model: nn.Module) -> set[StorageWeakRef]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+from onecopy.loss.chunks import chunk_rows
+
 Recompute = Literal["none", "selective", "full"]
 
 HIDDEN_COPIES: Final = {"gpt2": 34 / 2, "llama": 28, "smollm2": 24, "qwen3": 38, "gemma": 48}
@@ -130,6 +132,26 @@ def logits_bytes(
         loss_bytes: `LOSS_BYTES`, or less for a loss that spares temporaries.
     """
     return (element_bytes + loss_bytes) * micro_batch * sequence * vocabulary
+
+
+def chunked_loss_bytes(
+    micro_batch: int,
+    sequence: int,
+    vocabulary: int,
+    hidden: int,
+    element_bytes: float = 2,
+) -> float:
+    """Bytes of a loss made in chunks (`onecopy.chunked_cross_entropy`) at its height, with no logits beside it.
+
+    One chunk's logits in fp32 and their gradient in the compute dtype, and the gradients of the head and of its input,
+    which are made in forward.
+
+    Args:
+        element_bytes: of the compute dtype; fp32's gradient is made in place.
+    """
+    tokens = micro_batch * sequence
+    logits = (4 + (element_bytes if element_bytes < 4 else 0)) * min(chunk_rows(tokens), tokens) * vocabulary
+    return logits + element_bytes * hidden * (tokens + vocabulary)
 
 
 def working_bytes(

@@ -14,6 +14,7 @@ from onecopy.planner.formulas.activations import (
     HIDDEN_COPIES,
     LOSS_BYTES,
     checkpoint_bytes,
+    chunked_loss_bytes,
     copies_bytes,
     logits_bytes,
 )
@@ -35,6 +36,7 @@ class Transformer:
         sequence: the longest that the model takes; None for any.
         key_value_heads: where they are fewer than ``heads``.
         spreads: whether its blocks are of a kind that onecopy can cut over tensor-parallel ranks.
+        chunks: whether its loss can be made in chunks of tokens (`onecopy.chunk_loss`).
         idle: parameters that a token multiplies nothing with: embeddings that are no head too, experts not chosen.
     """
 
@@ -47,6 +49,7 @@ class Transformer:
     key_value_heads: int | None = None
     spreads: bool = True
     idle: int = 0
+    chunks: bool = True
 
 
 class Work(NamedTuple):
@@ -104,7 +107,7 @@ class Shape:
         *,
         tensor: int = 1,
         element_bytes: int = 2,
-        loss_bytes: float = LOSS_BYTES,
+        loss_bytes: float | None = LOSS_BYTES,
     ) -> list[Unit]:
         """The units with the bytes that they keep for backward on one rank.
 
@@ -114,7 +117,7 @@ class Shape:
             checkpointing: what is kept of each block instead of all.
             tensor: M, ranks that share each block.
             element_bytes: of activations.
-            loss_bytes: of the loss's temporaries for each logit.
+            loss_bytes: of the loss's temporaries for each logit; None for a loss that is made in chunks.
         """
         sizes = self.transformer
         if sizes is None:
@@ -123,7 +126,10 @@ class Shape:
         one = (micro_batch, sequence, sizes.hidden)
         whole = copies_bytes(*one, sizes.copies, element_bytes, tensor_parallel=tensor)
         inputs = checkpoint_bytes(*one, 1, element_bytes=element_bytes)
-        head = logits_bytes(micro_batch, sequence, sizes.vocabulary, element_bytes, loss_bytes=loss_bytes)
+        if loss_bytes is None:
+            head = chunked_loss_bytes(micro_batch, sequence, sizes.vocabulary, sizes.hidden, element_bytes)
+        else:
+            head = logits_bytes(micro_batch, sequence, sizes.vocabulary, element_bytes, loss_bytes=loss_bytes)
         found = []
         for unit in self.units:
             if is_block(unit):

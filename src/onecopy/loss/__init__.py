@@ -1,0 +1,1 @@
+"""The loss of a language model's head, without its logits in memory."""
