@@ -15,6 +15,11 @@ def test_disabled_torch_function_impl_for_sliced_tensors() -> None:
     assert hasattr(torch._C, "_disabled_torch_function_impl"), f"moved in torch {torch.__version__}"
 
 
+def test_a_module_that_is_compiled_in_place_is_known() -> None:
+    """activations/checkpoint.py; read in torch 2.13."""
+    assert torch.nn.Linear(1, 1)._compiled_call_impl is None, f"moved in torch {torch.__version__}"
+
+
 def test_make_wrapper_subclass_keeps_shape_strides_and_dtype() -> None:
     """sharding/tensor/sliced.py; read in torch 2.13."""
 

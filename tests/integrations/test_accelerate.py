@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,31 @@ def test_losses_and_norms_are_ddps_at_every_stage(settings: dict[str, Any]) -> N
     for expected, *ours in run_ranks(2, run):
         for found in ours:
             assert found == pytest.approx(expected, rel=1e-2 if "mixed_precision" in settings else 1e-5)
+
+
+def test_fp16_skips_steps_that_overflow() -> None:
+    """Accelerate leaves fp16 away on a CPU, so it is told afterwards what it tells itself on a GPU. Oracle: DDP."""
+
+    def run(rank: int) -> list[tuple[list[float], float]]:
+        found = []
+        for stage in STAGES:
+            accelerate.state.AcceleratorState._reset_state()
+            accelerate.state.GradientState._reset_state()
+            accelerator = make(stage, mixed_precision="fp16")
+            accelerator.native_amp = True
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+            log = train(accelerator, *prepared(accelerator))
+            found.append(
+                ([-1.0 if not math.isfinite(value) else value for value in log], accelerator.scaler.get_scale())
+            )
+        return found
+
+    for (expected, scale), *ours in run_ranks(2, run):
+        assert -1.0 in expected
+        assert max(expected) > 0, "a step is skipped, and others are taken"
+        for found, own_scale in ours:
+            assert found == pytest.approx(expected, rel=1e-2)
+            assert own_scale == scale < 2.0**18
 
 
 def test_states_go_on_and_models_are_written(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("lightning", reason="needs the extra 'integrations': lightni
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,6 +75,9 @@ def trainer(stage: int | None, folder: Path, **settings: Any) -> pl.Trainer:
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     own: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "default_root_dir": folder, "num_sanity_val_steps": 1}
     strategy = settings.pop("strategy", "ddp" if stage is None else f"onecopy_stage_{stage}")
+    if settings.pop("fp16", False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+        settings["plugins"] = MixedPrecision("16-mixed", "cpu", scaler)
     return pl.Trainer(strategy=strategy, **{"max_epochs": 1, "enable_checkpointing": False, **quiet, **own, **settings})
 
 
@@ -95,8 +99,9 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
     [
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2},
         {"precision": "bf16-mixed", "accumulate_grad_batches": 4},
+        {"fp16": True, "gradient_clip_val": 0.5},
     ],
-    ids=["accumulation and clipping", "bf16-mixed, a shorter last step"],
+    ids=["accumulation and clipping", "bf16-mixed, a shorter last step", "fp16 with its loss scale"],
 )
 def test_training_validation_test_and_prediction(settings: dict[str, Any], tmp_path: Path) -> None:
     def run(rank: int) -> list[Any]:
@@ -104,6 +109,9 @@ def test_training_validation_test_and_prediction(settings: dict[str, Any], tmp_p
         for stage in STAGES:
             module, own = Module(), trainer(stage, tmp_path, **settings)
             own.fit(module, data(), data(2))
+            if "fp16" in settings:
+                scale = own.precision_plugin.scaler.get_scale()
+                assert 1 < scale < 2.0**18, "a step is skipped, and others are taken"
             if stage is not None:
                 assert all(isinstance(parameter, onecopy.SlicedTensor) for parameter in module.parameters())
             tested = trainer(stage, tmp_path, **settings).test(module, data(2), verbose=False)[0]["tested"]
@@ -111,7 +119,7 @@ def test_training_validation_test_and_prediction(settings: dict[str, Any], tmp_p
             found.append((module.losses, module.validated, tested, predicted, whole(module)))
         return found
 
-    rtol = 2e-2 if "precision" in settings else 1e-5
+    rtol = 1e-5 if "accumulate_grad_batches" in settings and "precision" not in settings else 2e-2
     for (losses, validated, tested, predicted, weights), *ours in run_ranks(2, run, timeout=120):
         for own_losses, own_validated, own_tested, own_predicted, own_weights in ours:
             assert own_losses == pytest.approx(losses, rel=rtol)

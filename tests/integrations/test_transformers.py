@@ -70,6 +70,37 @@ def test_losses_and_norms_are_ddps_at_every_stage(settings: dict[str, Any], tmp_
             assert log[-1] == pytest.approx(ddp[-1], rel=2e-3 if "bf16" in settings else 2e-5), stage
 
 
+class _InFp16:
+    """Accelerate leaves fp16 away on a CPU, so it is told afterwards what it tells itself on a GPU."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        own = self.accelerator  # type: ignore[attr-defined]
+        own.state._mixed_precision, own.native_amp = "fp16", True
+        own.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+
+
+def test_fp16_skips_steps_that_overflow(tmp_path: Path) -> None:
+    """Oracle: DDP."""
+
+    def train(rank: int) -> list[tuple[list[dict[str, float]], float]]:
+        found = []
+        for stage in STAGES:
+            kind = Trainer if stage is None else sharded(Trainer, stage=stage)
+            args = arguments(TrainingArguments, tmp_path, max_steps=8, max_grad_norm=0.5)
+            own = type("InFp16", (_InFp16, kind), {})(model=tiny_llama(), args=args, train_dataset=Rows())
+            own.train()
+            found.append((history(own, "loss", "learning_rate"), own.accelerator.scaler.get_scale()))
+        return found
+
+    for (ddp, scale), *ours in run_ranks(2, train, timeout=120):
+        assert 1 < scale < 2.0**18
+        assert len({entry["loss"] for entry in ddp}) > 3, "a step is skipped, and others are taken"
+        for log, own_scale in ours:
+            assert own_scale == scale
+            assert_same(log, ddp, rtol=1e-2)
+
+
 def whole(model: Any) -> dict[str, torch.Tensor]:
     """Weights by name, whole, of a sharded model or one under DDP."""
     if isinstance(next(model.parameters()), onecopy.SlicedTensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import stat
@@ -14,7 +15,7 @@ import torch
 
 from onecopy.errors import OffloadError
 from onecopy.memory.store import files
-from onecopy.memory.store.files import BLOCK, File
+from onecopy.memory.store.files import BLOCK, File, Room, round_up
 from onecopy.memory.store.pages import Page, Pages
 from onecopy.memory.store.pool import Cancelled, Pool
 from ranks import run_ranks
@@ -227,6 +228,48 @@ def test_states_are_pages_of_their_owner(tmp_path: Path) -> None:
         return pages.states_of(first) == [page]
 
     assert run_ranks(1, run, group=False) == [True]
+
+
+def test_room_that_was_given_back_is_given_out_again_zeroed(tmp_path: Path, kind: str) -> None:
+    """Oracle: the file's size, and zeros."""
+
+    def run(_: int) -> bool:
+        file = File(tmp_path)
+        keep = Page(file, 100, torch.float32)
+        for numel in (3 * 2**20, 2**20, 2**21, 10):
+            page = Page(file, numel, torch.float32)
+            assert not page.read(0, numel).any()
+            page.store(torch.full((numel,), 7.0))
+            page.settle()
+            # Two stretches beside each other are one.
+            other = Page(file, 10, torch.float32) if numel <= 2**21 else None
+            del page, other
+            gc.collect()
+        assert not keep.read(0, 100).any()
+        size = file.size
+        for value in range(20):
+            # What is still being written to a page that is dropped does not meet the next one's.
+            page = Page(file, 2**20, torch.float32)
+            page.store(torch.full((2**20,), float(value)))
+            own = Page(file, 2**20, torch.float32)
+            own.store(torch.full((2**20,), -1.0))
+            del page
+            after = Page(file, 2**20, torch.float32)
+            assert not after.read(0, 2**20).any()
+            assert bool(own.read(0, 2**20).eq(-1.0).all())
+        return size == round_up(400) + round_up(12 * 2**20)
+
+    assert run_ranks(1, run, group=False) == [True]
+
+
+def test_stretches_are_joined_and_cut() -> None:
+    room = Room()
+    for start in (4096, 12288, 8192, 40960):
+        room.give(start, 4096)
+    assert room.take(16384) is None
+    assert room.take(8192) == 4096
+    assert room.take(8192) is None
+    assert [room.take(4096), room.take(4096), room.take(4096)] == [12288, 40960, None]
 
 
 def test_a_pool_lends_no_more_than_it_may_and_gives_back_what_has_another_size() -> None:

@@ -55,3 +55,22 @@ def test_more_gpus_fill_a_node_first() -> None:
     assert _grown(CARD, 16) == replace(CARD, gpus=16, nodes=2)
     assert _grown(replace(CARD, gpus=8), 2) == replace(CARD, gpus=16, nodes=2)
     assert _grown(replace(CARD, gpus=12, nodes=2), 2) == replace(CARD, gpus=24, nodes=3)
+
+
+def test_every_remedy_fits_its_host_too() -> None:
+    """30B on a card of 24 GB: the option that holds least of it moves 517 GB to the host, which has 32."""
+    card = replace(CARD, host_memory=32e9)
+    for wishes in (Wishes(stage=2), Wishes(stage=2, preset="safe"), Wishes(stage=0)):
+        remedies = advise(Job(from_count(30e9), 4096), card, wishes).remedies
+        assert remedies
+        assert not [remedy.words for remedy in remedies if not remedy.found.fits]
+
+
+def test_a_larger_host_is_a_remedy() -> None:
+    """By hand: 2B at stage 2 leave 2 bytes each on the card of 24 GB and move 16, 32 GB, to a host of 16."""
+    job = Job(from_count(2e9), 1024)
+    wishes = Wishes(stage=2, micro_batch=1, checkpointing="units", tensor=1)
+    advice = advise(job, replace(CARD, host_memory=2e9), wishes)
+    words = [remedy.words for remedy in advice.remedies if remedy.words.startswith("hosts of")]
+    assert len(words) == 1
+    assert all(remedy.found.fits for remedy in advice.remedies)

@@ -1,4 +1,8 @@
-"""checkpoint: a module or function whose inside is recomputed in backward, its inputs cut and moved as asked for."""
+"""checkpoint: a module or function whose inside is recomputed in backward, its inputs cut and moved as asked for.
+
+One private torch name, read in torch 2.13 and tested in tests/house/test_private_apis.py: `Module._compiled_call_impl`,
+which `Module.compile` sets.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,9 @@ from onecopy.observe.meter import Meter
 F = TypeVar("F", bound=Callable[..., Any])
 
 _REGION = "_onecopy_region"
+_REASON = (
+    "onecopy keeps a checkpointed module's inputs before its forward: compile the module, or without fullgraph=True"
+)
 
 
 def checkpoint(
@@ -82,10 +89,11 @@ def checkpoint_over(target: F, axis: Axis, store: Store, *, unit: str, arena: Ar
         region = Region(target.forward, partition)
         setattr(target, _REGION, region)
         # Other hooks of the module stay outside: they run once, with the inputs and outputs that callers see.
-        target.register_forward_pre_hook(torch.compiler.disable(functools.partial(_begin, region)), with_kwargs=True)
-        target.register_forward_hook(
-            torch.compiler.disable(functools.partial(_end, region)), prepend=True, always_call=True
+        begin, end = (
+            torch.compiler.disable(functools.partial(hook, region), reason=_REASON) for hook in (_begin, _end)
         )
+        target.register_forward_pre_hook(begin, with_kwargs=True)
+        target.register_forward_hook(end, prepend=True, always_call=True)
         return target
     region = Region(target, partition)
 
@@ -105,7 +113,12 @@ def checkpoint_over(target: F, axis: Axis, store: Store, *, unit: str, arena: Ar
     return checkpointed
 
 
-def _begin(region: Region, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if module._compiled_call_impl is not None and torch.is_grad_enabled():
+        raise UsageError(
+            f"this {type(module).__name__} is checkpointed and was compiled in place, so that its forward is compiled "
+            f"and its recomputation is not: put `torch.compile(block)` into its place before it is checkpointed"
+        )
     region.begin(args, kwargs)
 
 

@@ -55,11 +55,17 @@ def print_plan(
             f"not in onecopy yet: {missing}, which would allow {_line(advice.later)}", soft_wrap=True, highlight=False
         )
     for number, remedy in enumerate(advice.remedies, 1):
-        console.print(f"{number}. {remedy.words} ({gigabytes(remedy.found.peak)})", soft_wrap=True, highlight=False)
+        console.print(f"{number}. {remedy.words} ({_memory(remedy.found)})", soft_wrap=True, highlight=False)
 
 
 def _line(found: Estimate) -> str:
-    return f"{found.option.words()}: {found.speed}, {gigabytes(found.peak)}"
+    return f"{found.option.words()}: {found.speed}, {_memory(found)}"
+
+
+def _memory(found: Estimate) -> str:
+    """Of the device, and of a host where something was moved there."""
+    moved = found.option.offload != "none" or found.option.checkpointing.endswith("+cpu")
+    return gigabytes(found.peak) + (f", {gigabytes(found.host)} on a host" if moved else "")
 
 
 def _print_options(console: Console, estimates: Sequence[Estimate], rows: int) -> None:
@@ -119,6 +125,8 @@ def print_memory(console: Console, found: Estimate) -> None:
         "load: the whole fp32 model beside its slices; "
         + ("too much, so build it on meta" if found.loads_on_meta else "a model built on meta needs less"),
         "save: whole fp32 parameters inside onecopy.gathered; slices need nothing on top",
+        f"host: {gigabytes(found.host)} on each node"
+        + (f", of {gigabytes(found.host_limit)}" if found.host_limit is not None else ""),
     ]
     console.print("\n".join(notes), style="dim", soft_wrap=True, highlight=False)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from onecopy.errors import SettingsError
-from onecopy.memory.store.offload import Offload
+from onecopy.memory.store.offload import Offload, Words
 from onecopy.planner.model.tensor import check_tensor_parallel
 from onecopy.recipes.config import Config
 from onecopy.recipes.settings import keys
@@ -98,12 +98,18 @@ def offload_of(config: Config) -> Offload | None:
     return Offload(optimizer, parameters, chosen.units_ahead) if optimizer or parameters else None
 
 
+_WORDS: Final = Words(
+    "offload.optimizer_on", "offload.parameters_on", "offload.units_ahead", "parallel.stage", '"device"'
+)
+"""What `onecopy.Offload` calls otherwise."""
+
+
 def _offload(config: Config) -> str | None:
     """What `onecopy.Offload` would refuse once ranks run."""
     if (offload := offload_of(config)) is None:
         return None
     try:
-        offload.check(Stage.of(config.parallel.stage))
+        offload.check(Stage.of(config.parallel.stage), _WORDS)
     except SettingsError as error:
         return str(error)
     return None

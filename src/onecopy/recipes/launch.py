@@ -4,6 +4,7 @@
 environment                      what happens
 ===============================  ======================================================
 RANK is set (torchrun)           this process is that rank
+srun started several tasks       this process is the rank that its task is
 one rank                         this process is it; no process group
 otherwise                        torchrun's own agent starts the same command N times
 ===============================  ======================================================
@@ -36,6 +37,7 @@ from onecopy.errors import (
     SettingsError,
     WriteError,
 )
+from onecopy.integrations import slurm
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
 from onecopy.recipes.world import join
@@ -67,6 +69,8 @@ def launch(config: Config, arguments: list[str]) -> int:
     Raises:
         SettingsError: before any rank starts, if the settings cannot work.
     """
+    if slurm.in_step():
+        slurm.set_environment()
     if "RANK" in os.environ:
         _be_a_rank(config)
     config = resolve(config)

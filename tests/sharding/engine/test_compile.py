@@ -6,6 +6,7 @@ no compiler on the machine.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import onecopy
 from models import Block, Chain, TinyGPT, seeded, token_batches, vector_batches
+from onecopy.errors import UsageError
 from oracle import OPTIMIZERS, assert_same_weights, gathered_weights, part, train, whole_weights
 from ranks import run_ranks
 
@@ -95,3 +97,91 @@ def test_block_of_the_model_is_what_is_compiled() -> None:
     for seen in run_ranks(2, run, timeout=120):
         assert any("scaled_dot_product_attention" in target for target in seen)
         assert any("gelu" in target for target in seen)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_compiled_model_trains_like_twin(stage: int) -> None:
+    """In place. Its graph ends at each unit."""
+
+    def run(rank: int) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        twin = seeded(Residuals)
+        train(twin, OPTIMIZERS["sgd"](twin.parameters()), vector_batches(3))
+        model = seeded(Residuals)
+        onecopy.shard(model, stage, units=[Residual])
+        model.compile(backend="aot_eager")
+        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(b, rank, 2) for b in vector_batches(3)])
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+        assert _graphs() >= 1
+
+    run_ranks(2, run, timeout=120)
+
+
+def test_one_graph_of_a_block_is_made_and_one_of_a_model_is_refused_in_words() -> None:
+    """A model that is a unit alone is one graph, too."""
+
+    def run(rank: int) -> str:
+        torch._dynamo.reset()
+        twin = seeded(Residuals)
+        train(twin, OPTIMIZERS["sgd"](twin.parameters()), vector_batches(3))
+        model = seeded(Residuals)
+        onecopy.shard(model, 3, units=[Residual])
+        for block in model.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(b, rank, 2) for b in vector_batches(3)])
+        assert_same_weights(gathered_weights(model), whole_weights(twin))
+        alone = onecopy.shard(seeded(Residuals), 3, units=[])
+        alone.compile(backend="aot_eager", fullgraph=True)
+        alone(*part(vector_batches(1)[0], rank, 2)).backward()
+        refused = onecopy.shard(seeded(Residuals), 3, units=[Residual])
+        refused.compile(backend="aot_eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+            refused(*part(vector_batches(1)[0], rank, 2))
+        return str(caught.value)
+
+    for told in run_ranks(2, run, timeout=120):
+        assert "block.compile(fullgraph=True)" in told
+
+
+def test_recomputed_blocks_are_compiled_by_replacement_and_refused_in_place() -> None:
+    def run(rank: int) -> str:
+        torch._dynamo.reset()
+        twin = seeded(Residuals)
+        train(twin, OPTIMIZERS["sgd"](twin.parameters()), vector_batches(3))
+        model = seeded(Residuals)
+        _replace_by_compiled(model)
+        onecopy.shard(model, 3, activations=onecopy.Activations())
+        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(b, rank, 2) for b in vector_batches(3)])
+        found = {name.replace("_orig_mod.", ""): value for name, value in gathered_weights(model).items()}
+        assert_same_weights(found, whole_weights(twin))
+        refused = onecopy.shard(seeded(Residuals), 3, activations=onecopy.Activations())
+        _compile_in_place(refused)
+        with pytest.raises(UsageError) as caught:
+            refused(*part(vector_batches(1)[0], rank, 2))
+        return str(caught.value)
+
+    for told in run_ranks(2, run, timeout=120):
+        assert "its recomputation is not" in told
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("what", ["blocks", "model"])
+def test_inductor_trains_like_twin(what: str) -> None:
+    """The default backend, at every stage; it compiles C++, which takes a minute on a machine that is busy."""
+    if shutil.which("g++") is None:
+        pytest.skip("inductor needs a C++ compiler: there is no g++")
+
+    def run(rank: int) -> None:
+        for stage in (0, 1, 2, 3):
+            torch._dynamo.reset()
+            twin = seeded(TinyGPT)
+            train(twin, OPTIMIZERS["adamw"](twin.parameters()), token_batches(3))
+            model = onecopy.shard(seeded(TinyGPT), stage, units=[Block])
+            for part_of_it in model.blocks if what == "blocks" else [model]:
+                part_of_it.compile(fullgraph=what == "blocks")
+            train(model, OPTIMIZERS["adamw"](model.parameters()), [part(b, rank, 2) for b in token_batches(3)])
+            assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+    run_ranks(2, run, timeout=500)

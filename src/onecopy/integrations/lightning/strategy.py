@@ -22,6 +22,7 @@ from onecopy.checkpoint.load import load
 from onecopy.checkpoint.save import save
 from onecopy.checkpoint.whole import whole_model, whole_optimizer
 from onecopy.errors import SettingsError
+from onecopy.integrations.lightning.settings import take_settings
 from onecopy.integrations.redirect import through_forward
 from onecopy.sharding.engine.engine import find_engine
 from onecopy.sharding.setup.api import shard
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
 _META: Final = "lightning.ckpt"
 _FIT: Final = "fit"
-_SHARDS: Final = ("mesh", "units", "ignored", "precision", "prefetch", "broadcast_buffers", "activations")
-_SHARDS_TOO: Final = ("bucket_bytes", "defragment")
 
 
 class ShardedStrategy(DDPStrategy if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -53,14 +52,8 @@ class ShardedStrategy(DDPStrategy if TYPE_CHECKING else object):  # type: ignore
     model: Any
 
     def __init__(self, stage: int = 3, *, checkpoints: str = "slices", **kwargs: Any) -> None:
-        if checkpoints not in ("slices", "whole"):
-            raise SettingsError(f'checkpoints must be "slices" or "whole"; found {checkpoints!r}')
-        if "accumulate" in kwargs or "optimizer" in kwargs:
-            raise SettingsError("accumulate and optimizer are the Trainer's and the module's to say")
-        own: dict[str, Any] = {name: kwargs.pop(name) for name in (*_SHARDS, *_SHARDS_TOO) if name in kwargs}
+        self._shard, self._whole = take_settings(stage, checkpoints, kwargs)
         super().__init__(**kwargs)
-        self._shard: dict[str, Any] = {"stage": stage, **own}
-        self._whole = checkpoints == "whole"
 
     # --- setting up
 

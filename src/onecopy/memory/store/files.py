@@ -2,6 +2,7 @@
 
 A file without a name is gone when its process is, however that ends. Where the file system cannot make one, a file is
 made in a directory of its own and loses its name at once; what a process killed in between leaves, the next one clears.
+Room that is given back is given out again, zeroed.
 
 Bytes move by direct I/O where the file system has it, else through the page cache. Direct I/O wants blocks of 4096
 bytes, in memory too: what is aligned is moved straight, all else through one buffer of each thread. A request is cut
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Final
 
@@ -106,6 +108,42 @@ class Transfer:
             raise errors[0]
 
 
+class Room:
+    """What of a file was given back: where each free stretch begins, and its bytes. Neighbours become one stretch.
+
+    It may be told so by any thread, for any thread may collect garbage, inside these methods too.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, int] = {}
+        self._given: SimpleQueue[tuple[int, int]] = SimpleQueue()
+        self._lock = threading.Lock()
+
+    def give(self, start: int, nbytes: int) -> None:
+        """The ``nbytes`` from ``start`` on are free. Nothing is under way to or from them."""
+        self._given.put((start, nbytes))
+
+    def take(self, nbytes: int) -> int | None:
+        """Where the first free stretch of ``nbytes`` begins, which is no longer free; None if there is none."""
+        with self._lock:
+            while not self._given.empty():
+                self._join(*self._given.get())
+            for start in sorted(self._free):
+                if (left := self._free[start] - nbytes) >= 0:
+                    del self._free[start]
+                    if left:
+                        self._free[start + nbytes] = left
+                    return start
+        return None
+
+    def _join(self, start: int, nbytes: int) -> None:
+        for other, length in list(self._free.items()):
+            if start in (other + length, other - nbytes):
+                del self._free[other]
+                start, nbytes = min(start, other), nbytes + length
+        self._free[start] = nbytes
+
+
 class File:
     """See the file's first lines.
 
@@ -116,6 +154,7 @@ class File:
     Attributes:
         is_direct: whether bytes move past the page cache.
         size: bytes that it holds.
+        room: what of them was given back, for `extend` to give out again.
 
     Raises:
         OffloadError: if no file can be made there.
@@ -135,6 +174,7 @@ class File:
                 f"write to",
             ) from None
         self.is_direct = bool(fcntl.fcntl(self._handle, fcntl.F_GETFL) & _DIRECT)
+        self.room = Room()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="onecopy-files")
         self._own = threading.local()
         self._edges = threading.Lock()
@@ -145,7 +185,9 @@ class File:
             os.close(handle)
 
     def extend(self, nbytes: int) -> int:
-        """Reserve ``nbytes`` more, which read as zeros until they are written. Returns where they begin.
+        """Reserve ``nbytes``, which read as zeros until they are written: what was given back first, else more.
+
+        Returns where they begin.
 
         Raises:
             OffloadError: if there is no room.
@@ -153,6 +195,9 @@ class File:
         start, nbytes = self.size, round_up(nbytes)
         if not nbytes:
             return start
+        if (free := self.room.take(nbytes)) is not None:
+            self._clear(free, nbytes)
+            return free
         try:
             os.posix_fallocate(self._handle, start, nbytes)
         except OSError as error:
@@ -164,6 +209,12 @@ class File:
         if self.is_direct and not start:
             self._probe()
         return start
+
+    def _clear(self, start: int, nbytes: int) -> None:
+        buffer = self._buffer()
+        ctypes.memset(buffer, 0, min(nbytes, _PIECE))
+        for position in range(start, start + nbytes, _PIECE):
+            self._move("write", buffer, position, min(_PIECE, start + nbytes - position))
 
     def read(self, into: Tensor, start: int) -> Transfer:
         """Fill the contiguous CPU tensor ``into`` with the bytes from ``start`` on."""
@@ -282,7 +333,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def _open_unnamed(directory: Path) -> int:
     """A file handle of this process's own; nothing in ``directory`` bears its name."""
-    _clear(directory)
+    _clear_left(directory)
     if hasattr(os, "O_TMPFILE"):
         try:
             return _open(directory, os.O_TMPFILE)
@@ -310,7 +361,7 @@ def _open(path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_RDWR, 0o600)
 
 
-def _clear(directory: Path) -> None:
+def _clear_left(directory: Path) -> None:
     """Remove what this user's killed processes have left: a directory is in use for an instant only."""
     for left in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError):

@@ -20,6 +20,23 @@ Where = str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
+class Words:
+    """How errors name the settings: as the call has them; a file of settings has names of its own."""
+
+    optimizer: str = "Offload(optimizer=)"
+    parameters: str = "Offload(parameters=)"
+    prefetch: str = "Offload(prefetch=)"
+    stage: str = "stage="
+    device: str = "None"
+    """The value for states that stay on the device."""
+
+    def of(self, name: str) -> str:
+        """Of the setting that `Offload` calls ``name``."""
+        word: str = getattr(self, name)
+        return word
+
+
+@dataclass(frozen=True)
 class Offload:
     """Where model states rest while nobody computes with them (ZeRO-Offload, ZeRO-Infinity).
 
@@ -37,16 +54,17 @@ class Offload:
     parameters: Where = None
     prefetch: int = 1
 
-    def check(self, stage: Stage) -> None:
+    def check(self, stage: Stage, words: Words | None = None) -> None:
         """Raise `SettingsError` for what cannot work, saying what would. Nothing is made or written yet."""
+        words = words or Words()
         for name in ("optimizer", "parameters"):
-            _check_place(name, getattr(self, name))
+            _check_place(words.of(name), getattr(self, name), words)
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise SettingsError(f"Offload(prefetch=) must be a whole number of at least 0; found {self.prefetch!r}")
+            raise SettingsError(f"{words.prefetch} must be a whole number of at least 0; found {self.prefetch!r}")
         if self.optimizer is None and self.parameters is None:
             raise SettingsError(
-                'Offload() moves nothing: say where optimizer states rest, Offload(optimizer="cpu") or '
-                'Offload(optimizer="/path"), or leave offload= away'
+                f"neither {words.optimizer} nor {words.parameters} names a place, so nothing is moved: say where "
+                f'optimizer states rest, "cpu" or a directory, or leave offload away'
             )
         if not stage.shards_optimizer:
             raise SettingsError(
@@ -56,24 +74,24 @@ class Offload:
         if self.parameters is None:
             if self.prefetch != 1:
                 raise SettingsError(
-                    f"Offload(prefetch={self.prefetch}) brings parameters ahead, which rest on the device: give "
-                    f"parameters= too, or shard(prefetch=), which is for gathers"
+                    f"{words.prefetch} is {self.prefetch} and brings parameters ahead, which rest on the device: give "
+                    f"{words.parameters} too, or shard(prefetch=), which is for gathers"
                 )
             return
         if not stage.shards_parameters:
             raise SettingsError(
-                f"Offload(parameters=) needs stage 3: at stage {stage.number} whole parameters stay on the device "
-                f"through a step. Take stage=3, or leave parameters= away"
+                f"{words.parameters} needs stage 3: at stage {stage.number} whole parameters stay on the device "
+                f"through a step. Take {words.stage} 3, or leave {words.parameters} away"
             )
         if self.optimizer is None:
             raise SettingsError(
-                f"Offload(parameters={self.parameters!r}) leaves masters on the device, which are larger: give "
-                f"optimizer= too"
+                f"{words.parameters} is {os.fspath(self.parameters)!r}, which leaves masters on the device, and they "
+                f"are larger: give {words.optimizer} too"
             )
         if self.on_disk("parameters") and not self.on_disk("optimizer"):
             raise SettingsError(
-                f"Offload(parameters={os.fspath(self.parameters)!r}) keeps parameters on disk and masters, which are "
-                f"larger, in host memory: give optimizer= a directory too"
+                f"{words.parameters} is {os.fspath(self.parameters)!r}, which keeps parameters on disk and masters, "
+                f"which are larger, in host memory: give {words.optimizer} a directory too"
             )
 
     @property
@@ -93,14 +111,14 @@ class Offload:
         return Path(getattr(self, name))
 
 
-def _check_place(name: str, place: Where) -> None:
+def _check_place(setting: str, place: Where, words: Words) -> None:
     if place is None or place == HOST:
         return
     word = place.lower() if isinstance(place, str) else place
     if not isinstance(place, str | os.PathLike) or word in (HOST, *_NO_DIRECTORY):
-        raise SettingsError(f'Offload({name}=) must be None, "cpu" or the path of a directory; found {place!r}')
+        raise SettingsError(f'{setting} must be {words.device}, "cpu" or the path of a directory; found {place!r}')
     path = Path(place)
     if path.parts[:1] == ("~",):
-        raise SettingsError(f"Offload({name}={str(path)!r}): nobody expands ~ here; give os.path.expanduser's path")
+        raise SettingsError(f"{setting} is {str(path)!r}, and nobody expands ~ here: give the whole path")
     if path.exists() and not path.is_dir():
-        raise SettingsError(f"Offload({name}={str(path)!r}) is not a directory; give the path of one")
+        raise SettingsError(f"{setting} is {str(path)!r}, which is not a directory; give the path of one")

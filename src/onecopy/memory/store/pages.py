@@ -58,6 +58,16 @@ class Page:
             count(self.nbytes)
             weakref.finalize(self, count, -self.nbytes).atexit = False
 
+    def __del__(self) -> None:
+        if not self.nbytes or not hasattr(self, "_under_way"):
+            return
+        give_back = partial(self._file.room.give, self._start, round_up(self.nbytes))
+        if self._under_way is None:
+            give_back()
+        else:
+            # Nobody waits for it any more, but what it writes must not meet what comes into its place.
+            self._under_way.then(give_back)
+
     def wait(self) -> None:
         """Wait for what is under way between memory and the file, and raise what went wrong with it."""
         under_way, self._under_way = self._under_way, None
@@ -181,6 +191,14 @@ class Pages:
         if (name, dtype) not in own:
             own[name, dtype] = self._page(dtype, "optimizer")
         return own[name, dtype]
+
+    def drop_state(self, owner: object, name: str, dtype: torch.dtype) -> None:
+        """Give the room of a state back that ``owner`` has not made, if some was reserved."""
+        self._states.get(owner, {}).pop((name, dtype), None)
+
+    def has_state(self, owner: object, name: str, dtype: torch.dtype) -> bool:
+        """Whether there is a page for the state ``name`` of ``owner``."""
+        return (name, dtype) in self._states.get(owner, {})
 
     def _page(self, dtype: torch.dtype, category: str) -> Page:
         return Page(self._file, self._numel, dtype, self, partial(self._count, category))

@@ -342,8 +342,13 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
         words = f"{more.gpus} GPUs" + (f", on {more.nodes} nodes" if more.nodes > 1 else " in one node")
         if attempt(words, job, more, replace(wishes, global_batch=batch)):
             break
-    least = min((e for e in found if e.available), key=lambda e: e.peak)
-    if least.peak > room:
+    ready = [e for e in found if e.available]
+    if on_device := [e for e in ready if e.peak <= room]:
+        modest = min(on_device, key=lambda e: e.host)
+        larger = estimate(job, replace(machine, host_memory=modest.host), modest.option)
+        remedies.append(Remedy(f"hosts of {gigabytes(modest.host)}: {modest.option.words()}", larger, available=True))
+    elif on_host := [e for e in ready if e.host_limit is None or e.host <= e.host_limit]:
+        least = min(on_host, key=lambda e: e.peak)
         needed = least.peak / (1 - MARGINS[wishes.preset])
         larger = estimate(job, replace(machine, gpu=machine.gpu._replace(memory=needed)), least.option)
         remedies.append(Remedy(f"GPUs of {gigabytes(needed)}: {least.option.words()}", larger, available=True))

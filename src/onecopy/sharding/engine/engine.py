@@ -37,6 +37,7 @@ from onecopy.sharding.engine.reducer import Reducer
 from onecopy.sharding.engine.unit import RecordedForward, RunningForward, Unit
 from onecopy.sharding.engine.versions import Versions
 from onecopy.sharding.graph.boundary import at_end_of_backward, in_backward, in_transform, mark_inputs
+from onecopy.sharding.graph.compiled import untraced
 from onecopy.sharding.graph.frames import caller_of_hook, is_running
 from onecopy.sharding.graph.tensors import Edits, find_tensors, replace_tensors
 from onecopy.sharding.model.discover import name_units_for
@@ -156,8 +157,8 @@ class Engine:
             bucket.seal()
 
     def _attach(self, unit: Unit) -> None:
-        before = torch.compiler.disable(partial(self._before_forward, unit))
-        after = torch.compiler.disable(partial(self._after_forward, unit))
+        before = untraced(partial(self._before_forward, unit))
+        after = untraced(partial(self._after_forward, unit))
         unit.scope.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         unit.scope.register_forward_hook(after, always_call=True)
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from onecopy.sharding.engine.unit import Unit
+from onecopy.sharding.graph.compiled import untraced
 
 Hook = Callable[..., Any]
 
@@ -29,8 +29,8 @@ def open_entrances(root: Unit, before: Hook, after: Hook, forget_interrupted: Ca
     for module in _wrapped_by(root.scope):
         # Whether each call of the module that is running is the outermost one.
         outermost: list[bool] = []
-        enter = torch.compiler.disable(partial(_enter, root, before, forget_interrupted, outermost))
-        leave = torch.compiler.disable(partial(_leave, root, after, outermost))
+        enter = untraced(partial(_enter, root, before, forget_interrupted, outermost))
+        leave = untraced(partial(_leave, root, after, outermost))
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         module.register_forward_hook(leave, always_call=True)
 

@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from onecopy.sharding.graph.compiled import untraced
+
 _WITH_STATISTICS: Final = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -32,9 +34,9 @@ def widen_weights(model: nn.Module) -> None:
 class _Widening:
     def __init__(self, module: nn.Module) -> None:
         self._held: list[dict[str, nn.Parameter | None]] = []
-        module.register_forward_pre_hook(torch.compiler.disable(self._before))
+        module.register_forward_pre_hook(untraced(self._before))
         # Before other hooks put other parameters there.
-        module.register_forward_hook(torch.compiler.disable(self._after), prepend=True, always_call=True)
+        module.register_forward_hook(untraced(self._after), prepend=True, always_call=True)
 
     def _before(self, module: Any, _: Any) -> None:
         held = dict(module._parameters)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket.bucket import Bucket, Entry
 from onecopy.sharding.bucket.flat import FlatBuffer
+from onecopy.sharding.graph.compiled import untraced
 from onecopy.sharding.graph.tensors import Edits, replace_tensors
 
 
@@ -98,7 +99,7 @@ class Computing:
         self._writes = writes
         self._calls: list[Edits] = []
         self._handles: list[RemovableHandle] = []
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        before, after = untraced(self._before), untraced(self._after)
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))

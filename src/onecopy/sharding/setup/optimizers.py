@@ -23,6 +23,7 @@ from onecopy.errors import UsageError
 from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.engine.engine import Engine
 from onecopy.sharding.setup.paged import end_paged_step, page_step
+from onecopy.sharding.setup.reserved import reserve_states
 from onecopy.sharding.tensor.files import describe_difference, is_saved, refuse_pickle
 from onecopy.sharding.tensor.pending import PendingGradient
 from onecopy.sharding.tensor.recorded import remember_mesh
@@ -125,9 +126,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         torch.compiler.disable(_refuse_compiled_step)()
     _slice_states(optimizer)
     stores = _files_of(engines)
-    if stores is not None:
-        args = (page_step(optimizer, stores), *args[1:])
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if stores is not None:
+        reserve_states(optimizer, engines[0].mesh, has_closure=callable(closure))
+        args = (page_step(optimizer, stores), *args[1:])
     if not callable(closure):
         _gradients_are_there(optimizer, engines)
         return (args, kwargs) if stores is not None else None

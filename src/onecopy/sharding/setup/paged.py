@@ -33,6 +33,7 @@ from onecopy.memory.arena import Region
 from onecopy.memory.store.pages import Page, Pages
 from onecopy.memory.store.pool import Cancelled, Pool
 from onecopy.sharding.bucket.masters import Stores
+from onecopy.sharding.setup.reserved import is_torchs_own
 from onecopy.sharding.tensor.resting import RestingTensor
 from onecopy.sharding.tensor.sliced import SlicedTensor
 
@@ -155,8 +156,7 @@ def _updates_each_element_alone(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     said = getattr(kind, "updates_each_element_alone", None)
     if said is None:
-        code = (kind.step, getattr(kind, "_init_group", kind.step))
-        said = all(function.__module__.startswith("torch.optim.") for function in code)
+        said = is_torchs_own(optimizer)
     if not said and kind not in _told:
         _told.add(kind)
         _log.warning(
