@@ -75,7 +75,7 @@ def copy_slices(outgoing: Outgoing, rows: Tensor, start: int) -> None:
 
 
 def copy_ragged(outgoing: Outgoing, rows: Sequence[Tensor], loan: RaggedLoan, number: int) -> None:
-    """As `copy_slices` for slices of different lengths: row k gets what piece ``number`` of ``loan`` holds of slice k."""
+    """As `copy_slices`, of slices of different lengths: into row k what piece ``number`` holds of slice k."""
     begin = 0
     for place, row in enumerate(rows):
         if row.numel():

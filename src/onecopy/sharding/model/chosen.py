@@ -24,9 +24,7 @@ def find_chosen(model: nn.Module, whole: Whole | None) -> set[int]:
     """
     if whole is None:
         return set()
-    if isinstance(whole, type) and issubclass(whole, nn.Module):
-        whole = [whole]
-    if isinstance(whole, str | nn.Module | Tensor) or not (callable(whole) or isinstance(whole, Iterable)):
+    if isinstance(whole, str | nn.Module | Tensor | type) or not (callable(whole) or isinstance(whole, Iterable)):
         raise SettingsError(
             f"whole must be a predicate (lambda name, p: p.ndim == 2), or a list of names, modules, classes and "
             f"parameters; found {whole!r}"
