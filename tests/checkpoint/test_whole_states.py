@@ -105,9 +105,8 @@ def test_goes_on_at_any_number_of_ranks(name: str, tmp_path: Path) -> Forked:
         optimizers = MAKES[name](model)
         onecopy.load(directory, model, optimizers)
         assert_same_weights(gathered_weights(model), saved, atol=0)
-        for optimizer in optimizers:
-            for parameter in optimizer.state:
-                assert not parameter.slicing.is_whole or parameter.slicing.is_owned
+        for optimizer in [one for one in optimizers if not isinstance(one, AdamW)]:
+            assert all(parameter.slicing.is_owned for parameter in optimizer.state)
         steps(model, optimizers, rank, 3, slice(2, 4))
         return gathered_weights(model)
 

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onecopy.checkpoint.names import Named, name_groups
 from onecopy.errors import CheckpointError, UsageError
+from onecopy.sharding.setup.needs import need_of
+from onecopy.sharding.setup.owned import is_laid_whole
 from onecopy.sharding.tensor.resting import RestingTensor
 from onecopy.sharding.tensor.sliced import SlicedTensor
 
@@ -63,8 +65,8 @@ def take_states(optimizers: Sequence[Optimizer], named: Named) -> tuple[States, 
         names = name_groups(optimizer, named)
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             for parameter, name in zip(group["params"], group_names, strict=True):
-                if not _is_elsewhere(parameter):
-                    _take(optimizer.state.get(parameter, {}), parameter, name, tensors, small)
+                if not _is_elsewhere(parameter, optimizer):
+                    _take(optimizer, parameter, name, tensors, small)
             kind = type(optimizer).__name__
             groups.append({"names": group_names, "values": _hyperparameters(group), "kind": kind})
     only = type(optimizers[0]).__name__ if len(optimizers) == 1 else None
@@ -74,11 +76,22 @@ def take_states(optimizers: Sequence[Optimizer], named: Named) -> tuple[States, 
 def whole_states(optimizers: Sequence[Optimizer], named: Named) -> States:
     """Of what `take_states` calls small, the states of parameters that lie whole on this rank."""
     _, rest = take_states(optimizers, named)
-    return {name: states for name, states in rest["states"].items() if _is_whole(named.parameters[name])}
+    holder = _holders(optimizers, named)
+    return {
+        name: states
+        for name, states in rest["states"].items()
+        if is_laid_whole(named.parameters[name], need_of(holder[name]))
+    }
 
 
-def _take(states: Mapping[str, Any], parameter: Tensor, name: str, tensors: States, small: States) -> None:
-    for key, value in states.items():
+def _holders(optimizers: Sequence[Optimizer], named: Named) -> dict[str, Optimizer]:
+    """Which of them holds a parameter, by its name."""
+    return {name: one for one in optimizers for names in name_groups(one, named) for name in names}
+
+
+def _take(optimizer: Optimizer, parameter: Tensor, name: str, tensors: States, small: States) -> None:
+    is_whole = is_laid_whole(parameter, need_of(optimizer))
+    for key, value in optimizer.state.get(parameter, {}).items():
         if is_traceable_wrapper_subclass(value) and not isinstance(value, DTensor | SlicedTensor):
             raise UsageError(
                 f"state {key!r} of {name!r} is a {type(value).__name__}, which a checkpoint does not hold: save the "
@@ -88,7 +101,7 @@ def _take(states: Mapping[str, Any], parameter: Tensor, name: str, tensors: Stat
             tensors.setdefault(name, {})[key] = value
         else:
             own = tensors.setdefault(name, {})
-            small.setdefault(name, {})[key] = _without_tensors(value, key, own) if _is_whole(parameter) else value
+            small.setdefault(name, {})[key] = _without_tensors(value, key, own) if is_whole else value
             if not own:
                 del tensors[name]
 
@@ -115,13 +128,13 @@ def _with_tensors(value: Any, tensors: dict[str, Any]) -> Any:
     return [_with_tensors(item, tensors) for item in value] if isinstance(value, list) else value
 
 
-def _is_whole(parameter: Tensor) -> bool:
-    return isinstance(parameter, SlicedTensor) and parameter.slicing.is_whole
+def _is_elsewhere(parameter: Tensor, optimizer: Optimizer) -> bool:
+    """Whether another rank alone has states of it."""
+    return is_laid_whole(parameter, need_of(optimizer)) and not _numel_here(parameter)
 
 
-def _is_elsewhere(parameter: Tensor) -> bool:
-    """Whether another rank holds all of it, and its states."""
-    return isinstance(parameter, SlicedTensor) and parameter.slicing.is_whole and not parameter.slicing.is_owned
+def _numel_here(parameter: Tensor) -> int:
+    return parameter.slicing.numel if isinstance(parameter, SlicedTensor) else parameter.numel()
 
 
 def make_states(optimizers: Sequence[Optimizer], named: Named, saved: Mapping[tuple[str, str], Any]) -> States:
@@ -131,9 +144,9 @@ def make_states(optimizers: Sequence[Optimizer], named: Named, saved: Mapping[tu
         saved: the checkpoint's metadata of each state tensor, by names of parameter and state.
     """
     made: States = {}
-    holder = {name: one for one in optimizers for names in name_groups(one, named) for name in names}
+    holder = _holders(optimizers, named)
     for (name, key), metadata in saved.items():
-        if name in holder and not _is_elsewhere(named.parameters[name]):
+        if name in holder and not _is_elsewhere(named.parameters[name], holder[name]):
             parameter, optimizer = named.parameters[name], holder[name]
             own = optimizer.state.get(parameter, {}).get(key)
             fits = isinstance(own, Tensor) and (own.shape, own.dtype) == (metadata.size, metadata.properties.dtype)
@@ -174,7 +187,7 @@ def put_states(optimizer: Optimizer, named: Named, tensors: States, rest: Mappin
             large = dict(tensors.get(name, {}))
             small = {key: _with_tensors(value, large) for key, value in rest["states"].get(name, {}).items()}
             state = {**small, **large}
-            if state and not _is_elsewhere(named.parameters[name]):
+            if state and not _is_elsewhere(named.parameters[name], optimizer):
                 states[number] = state
             number += 1
     optimizer.load_state_dict({"state": states, "param_groups": groups})
@@ -206,7 +219,7 @@ def _common_values(names: list[str], group_of: Mapping[str, Mapping[str, Any]]) 
 
 def _new(optimizer: Optimizer, parameter: Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor for the state ``key`` of ``parameter``, where such states rest."""
-    if size != parameter.shape or _is_whole(parameter):
+    if size != parameter.shape or is_laid_whole(parameter, need_of(optimizer)):
         return torch.empty(size, dtype=dtype, device=parameter.device)
     if isinstance(parameter, RestingTensor) and parameter.page.pages is not None:
         page = parameter.page.pages.state(optimizer, key, dtype)

@@ -82,18 +82,19 @@ def remap(optimizer: Optimizer, replacements: Mapping[nn.Parameter, SlicedTensor
 
     Args:
         replacements: from each original parameter to its slice. States of a parameter's shape are sliced, others kept;
-            those of a parameter that lies whole on one rank stay there as they are, and nowhere else.
+            those of a parameter that its steps see whole on one rank stay there as they are, and nowhere else.
     """
     for group in optimizer.param_groups:
         group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
+    need = need_of(optimizer)
     for parameter, sliced in replacements.items():
         if parameter not in optimizer.state:
             continue
         states = optimizer.state.pop(parameter)
-        if sliced.slicing.is_owned:
-            optimizer.state[sliced] = states
-        elif not sliced.slicing.is_whole:
+        if not is_laid_whole(sliced, need):
             optimizer.state[sliced] = {name: _sliced_state(value, sliced) for name, value in states.items()}
+        elif sliced.slicing.numel:
+            optimizer.state[sliced] = states
 
 
 def _sliced_state(value: Any, parameter: SlicedTensor) -> Any:

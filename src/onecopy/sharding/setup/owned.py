@@ -9,6 +9,9 @@ twin: an object of its class that shares all of its attributes but two.
 
 So a step makes no states for what other ranks own and does not count it, while outside of the step, for
 `clip_grad_norm_`, GradScaler, `zero_grad` and checkpoints, every rank's groups are those of one process.
+
+Optimizers that update each element by itself have no use for it: to them a whole parameter is a slice like any other,
+which holds everything on one rank and nothing on the others.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ def owned_step(optimizer: Optimizer, *, lays_whole: bool) -> Optimizer:
         UsageError: if it needs what the layout lacks, or nobody has said what it needs.
     """
     need = need_of(optimizer)
-    if not lays_whole and (need is None or need.is_of_elements):
+    if need.is_of_elements if need is not None else not lays_whole:
         return optimizer
     _check(optimizer, need)
     if not any(is_laid_whole(parameter, need) for parameter in _parameters(optimizer)):
@@ -127,17 +130,15 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def is_laid_whole(parameter: Any, need: Need | None) -> bool:
-    """Whether ``parameter`` is one that a step sees whole on one rank, and not at all on the others.
+    """Whether a step of what has ``need`` sees ``parameter`` whole on one rank, and not at all on the others.
 
-    Where nothing is cut every rank holds all of it; a step sees that whole if it needs to.
+    Where nothing is cut every rank holds all of it, and a step sees that whole if it needs to.
     """
-    if not isinstance(parameter, SlicedTensor):
+    if need is None or need.is_of_elements or not isinstance(parameter, SlicedTensor):
         return False
     slicing = parameter.slicing
-    if slicing.is_whole:
-        return True
     alone = all(axis.size == 1 for axis in slicing.spread)
-    return alone and need is not None and need.requires(parameter) and slicing.numel > 0
+    return slicing.is_whole or (alone and need.requires(parameter) and slicing.numel > 0)
 
 
 def _seen(parameter: Any, need: Need | None) -> Any:
