@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from onecopy.sharding.model.tiled import tiled
     from onecopy.sharding.setup.api import arena, ledger, meter, padded_numel, shard
     from onecopy.sharding.setup.averages import Ema, ema
+    from onecopy.sharding.setup.needs import needs_whole
     from onecopy.sharding.setup.profile import Profile, profile
     from onecopy.sharding.setup.whole import gathered, materialize
     from onecopy.sharding.tensor.precision import Precision
@@ -61,6 +62,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "meter",
+    "needs_whole",
     "padded_numel",
     "profile",
     "save",
@@ -89,6 +91,7 @@ _HOMES = {
     "onecopy.sharding.setup.profile": ("Profile", "profile"),
     "onecopy.sharding.tensor.sliced": ("SlicedTensor",),
     "onecopy.sharding.setup.averages": ("Ema", "ema"),
+    "onecopy.sharding.setup.needs": ("needs_whole",),
     "onecopy.sharding.setup.whole": ("gathered", "materialize"),
 }
 

@@ -12,6 +12,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import onecopy
@@ -24,7 +26,7 @@ from onecopy.comm.mailbox import Board, Mailbox
 from onecopy.comm.native_calls import NativeCalls
 from onecopy.comm.outgoing import Flat, Outgoing
 from onecopy.comm.remote_memory import Window
-from onecopy.comm.transport import Peers, Transport
+from onecopy.comm.transport import Lengths, Peers, Transport
 from onecopy.errors import CollectiveError, CollectiveTimeout
 from onecopy.memory.staging import Staging
 from onecopy.observe.ledger import Ledger
@@ -119,6 +121,65 @@ def test_collectives_equal_torch_on_all_ranks_data(num_ranks: int, make: str, dt
         assert got["max"].tolist() == [num_ranks - 1.0, 0.0]
 
 
+_RAGGED = {2: (16, 224), 3: (8, 200, 32), 4: (8, 120, 104, 8)}
+"""Slices of different lengths; one is the rank's padding alone."""
+
+
+def _ragged(rank: int, near: bool, dtype: torch.dtype, limit: int) -> dict[str, Tensor]:
+    transport = DirectExchange(Staging(limit))
+    peers = _peers(near=near)
+    lengths = _RAGGED[peers.size]
+    own = _data(rank, 240, dtype)
+    gathered = torch.zeros(240, dtype=dtype)
+    _run(transport.all_gather(peers, own.split(lengths)[rank], gathered, 1, lengths))
+    out = torch.empty(lengths[rank])
+    _run(transport.reduce_scatter(peers, Flat(own.clone(), dtype), out, 2, lengths))
+    scattered = torch.empty(lengths[rank], dtype=dtype)
+    _run(transport.scatter(peers, own.clone(), scattered, 6, lengths))
+    return {"all_gather": gathered, "reduce_scatter": out, "scatter": scattered}
+
+
+@pytest.mark.parametrize("near, limit", [(False, 2**20), (False, 400), (True, 2**20), (True, 400), (True, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@one_fork
+def test_slices_may_differ_in_length(num_ranks: int, dtype: torch.dtype, near: bool, limit: int) -> Forked:
+    """Oracle: all ranks' data in one process; limits below the whole send it in pieces, which change no bit."""
+    lengths = _RAGGED[num_ranks]
+    data = [_data(rank, 240, dtype) for rank in range(num_ranks)]
+    total = data[0].float()
+    for term in data[1:]:
+        total = total + term.float()
+    mean = (total * (1.0 / num_ranks)).split(lengths)
+    for rank, got in enumerate((yield On(num_ranks, _ragged, near, dtype, limit))):
+        expected = torch.cat([d.split(lengths)[place] for place, d in enumerate(data)])
+        assert torch.equal(got["all_gather"], expected)
+        assert torch.equal(got["reduce_scatter"], mean[rank])
+        assert torch.equal(got["scatter"], data[0].split(lengths)[rank])
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60).map(lambda n: 8 * n), min_size=1, max_size=6),
+    more=st.integers(0, 3),
+    limit=st.integers(1, 4000),
+)
+def test_ragged_pieces_cover_every_slice_once_within_the_limit(lengths: list[int], more: int, limit: int) -> None:
+    staging = Staging(limit)
+    with staging.borrow_ragged(tuple(lengths), more, torch.float32, torch.device("cpu")) as loan:
+        for place, numel in enumerate(lengths):
+            spans = [loan.span(place, number) for number in loan.pieces]
+            assert [stop for _, stop in spans][-1] == numel
+            assert [start for start, _ in spans] == [0, *[stop for _, stop in spans][:-1]]
+        for number in loan.pieces:
+            rows = loan.rows(number)
+            assert len(rows) == len(lengths) + more
+            longest = max(stop - start for start, stop in (loan.span(p, number) for p in range(len(lengths))))
+            assert all(len(row) >= longest for row in rows[len(lengths) :])
+        # The least that a piece holds of each row is 16 bytes, in either of two banks.
+        least = 2 * (len(lengths) + more) * 32
+        assert sum(bank.nbytes for bank in loan.banks) <= max(limit, least)
+
+
 @one_fork
 def test_direct_exchange_gives_the_same_bits_on_every_rank_and_in_every_run() -> Forked:
     first = yield On(4, _collectives, "direct", torch.float32, 2**20)
@@ -177,11 +238,13 @@ class DelayedExchange(DirectExchange):
         except StopIteration as end:
             return end.value
 
-    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        return self._delay(super().all_gather(peers, mine, whole, tag))
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int, lengths: Lengths = None) -> Program:
+        return self._delay(super().all_gather(peers, mine, whole, tag, lengths))
 
-    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
-        return self._delay(super().reduce_scatter(peers, outgoing, out, tag))
+    def reduce_scatter(
+        self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int, lengths: Lengths = None
+    ) -> Program:
+        return self._delay(super().reduce_scatter(peers, outgoing, out, tag, lengths))
 
 
 def _mlp() -> nn.Module:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import onecopy
 from models import token_batches
+from onecopy.sharding.setup.api import engine_of
 from oracle import OPTIMIZERS, Batch, HalfTwin, assert_same_weights, whole_weights
 from training import on, parts_of, run_clean, tiny, trains_like_one_process, weights_of
 
@@ -64,6 +65,26 @@ def test_recomputed_training_equals_one_process(offload: str | None, tmp_path: P
             )
 
     run_clean(2, run)
+
+
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and "blocks" in name
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 512])
+def test_whole_parameters_travel_in_slices_of_different_lengths(bucket_bytes: int | None) -> None:
+    """Hidden matrices lie whole on one rank each, which leaves slices of a unit in no two lengths alike."""
+
+    def run(rank: int, device: torch.device) -> None:
+        for stage in STAGES:
+            for case in ({}, BF16):
+                model = trains_like_one_process(
+                    rank, device, 3, stage=stage, bucket_bytes=bucket_bytes, whole=_is_hidden_matrix, **case
+                )
+                lengths = [b.layout.ragged for unit in engine_of(model).units for b in unit.buckets]
+                assert (None not in lengths) == (stage > 0)
+
+    run_clean(3, run)
 
 
 def test_gradient_scaling_equals_one_process() -> None:

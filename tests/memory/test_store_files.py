@@ -240,7 +240,7 @@ def test_room_that_was_given_back_is_given_out_again_zeroed(tmp_path: Path, kind
             page = Page(file, numel, torch.float32)
             assert not page.read(0, numel).any()
             page.store(torch.full((numel,), 7.0))
-            page.settle()
+            page.wait()
             # Two stretches beside each other are one.
             other = Page(file, 10, torch.float32) if numel <= 2**21 else None
             del page, other

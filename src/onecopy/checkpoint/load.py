@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -24,7 +24,7 @@ from onecopy.checkpoint.directory import check_own, find_checkpoints, is_checkpo
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.manifest import Manifest, check_content, check_sizes, read_manifest
 from onecopy.checkpoint.names import Named, check_has_values, name_tensors
-from onecopy.checkpoint.optimizer import States, make_states, put_states
+from onecopy.checkpoint.optimizer import States, as_list, make_states, put_states
 from onecopy.checkpoint.random import put_generators, unpack
 from onecopy.checkpoint.storage import Reader, read_job
 from onecopy.errors import CheckpointError, DamagedCheckpointError
@@ -60,7 +60,7 @@ class Loaded:
 def load(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Any = None,
     scaler: Any = None,
@@ -75,7 +75,7 @@ def load(
     Args:
         directory: of all of a run's checkpoints, or one of them. From a directory the newest whole one is loaded, with
             a warning for each newer one that is damaged; a single one must be whole.
-        optimizer: takes states and, matched by parameter names, hyperparameters. None: weights alone.
+        optimizer: one, or several; take states and, matched by parameter names, hyperparameters. None: weights alone.
         scheduler, scaler: take what was saved as such, if there was.
         strict: names that only the model or only the checkpoint has are an error; else they are left as they are.
             Frozen parameters keep their values where the trainable ones were saved alone.
@@ -91,7 +91,7 @@ def load(
     check_has_values(named)
 
     def load_found(found: Whole) -> Loaded:
-        return _load(group, found, named, model, optimizer, scheduler, scaler, strict)
+        return _load(group, found, named, model, as_list(optimizer), scheduler, scaler, strict)
 
     return on_newest(Path(directory), load_found, check=check)
 
@@ -101,7 +101,7 @@ def _load(
     found: Whole,
     named: Named,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     scheduler: Any,
     scaler: Any,
     strict: bool,
@@ -114,10 +114,10 @@ def _load(
 
     wanted = {f"model.{name}": tensor for name, tensor in named.tensors.items() if f"model.{name}" in saved}
     states: States = {}
-    if optimizer is not None:
+    if optimizers:
         if "optimizer" not in job:
             raise CheckpointError(f"{path}: no optimizer was saved with it; pass optimizer=None")
-        states = make_states(optimizer, named, _states_in(metadata, saved))
+        states = make_states(optimizers, named, _states_in(metadata, saved))
         wanted |= {f"optimizer.state.{name}.{key}": t for name, own in states.items() for key, t in own.items()}
     same_ranks = manifest.ranks == group.size
     own_rank = torch.empty(0, dtype=torch.uint8)
@@ -127,7 +127,7 @@ def _load(
     with phase_of(model, "load"):
         read_tensors(found.reader, wanted)
 
-    if optimizer is not None:
+    for optimizer in optimizers:
         put_states(optimizer, named, states, job["optimizer"])
     of_rank: dict[str, Any] = {"extra": None}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from onecopy.checkpoint.finite import first_not_finite
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.manifest import LARGEST
 from onecopy.checkpoint.names import Named, check_has_values, name_tensors
-from onecopy.checkpoint.optimizer import take_states
+from onecopy.checkpoint.optimizer import States, as_list, describe_kinds, take_states, whole_states
 from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.save_pretrained import config_files
 from onecopy.checkpoint.writing import Contents, Saving, write
@@ -29,7 +29,7 @@ from onecopy.untrusted import reason
 def save(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Any = None,
     scaler: Any = None,
@@ -53,6 +53,7 @@ def save(
 
     Args:
         directory: of all of this run's checkpoints.
+        optimizer: one, or several that hold different parameters.
         scheduler, scaler: anything with `state_dict()`.
         extra: the first rank's, as `load` returns it: position in the data, and the like. Plain types and tensors.
         rank_extra: this rank's own, given back at the same number of ranks.
@@ -89,8 +90,11 @@ def save(
     job: list[bytes] = []
     kept = config_files(model)
 
+    optimizers = as_list(optimizer)
+    elsewhere: States = {}
+
     def collect() -> None:
-        found, rest = _collect(named, everything, optimizer, group.rank)
+        found, rest = _collect(named, everything, optimizers, elsewhere, group.rank)
         if _holds_slice(extra):
             raise UsageError(
                 "extra holds slices of sharded tensors (an onecopy.ema, a parameter, a state), of which it would keep "
@@ -112,6 +116,9 @@ def save(
     with phase_of(model, "save"):
         if (engine := find_engine(model)) is not None:
             engine.buffers.make_equal()
+            if engine.lays_whole and optimizers:
+                owned = group.together("collecting what to save", lambda: whole_states(optimizers, everything))
+                elsewhere.update({name: states for own in owned for name, states in own.items()})
         # What one rank cannot save, no rank goes on with.
         group.together("collecting what to save", collect)
         return write(
@@ -123,20 +130,21 @@ def save(
             step=step,
             keep=keep,
             background=background,
-            saved_by={"parameters": sum(p.numel() for p in named.parameters.values()), **_describe(model, optimizer)},
+            saved_by={"parameters": sum(p.numel() for p in named.parameters.values()), **_describe(model, optimizers)},
         )
 
 
 def _collect(
-    named: Named, everything: Named, optimizer: Optimizer | None, rank: int
+    named: Named, everything: Named, optimizers: Sequence[Optimizer], elsewhere: Mapping[str, Any], rank: int
 ) -> tuple[Contents, dict[str, Any]]:
     # Buffers and ignored parameters may differ between ranks; the first one's are kept.
     shared = {name: p for name, p in named.parameters.items() if rank == 0 or not is_ignored(p)}
     model: dict[str, Any] = {**shared, **(named.buffers if rank == 0 else {})}
     contents: Contents = {"model": model}
     job: dict[str, Any] = {"aliases": dict(named.aliases), "objects": dict(named.objects)}
-    if optimizer is not None:
-        tensors, job["optimizer"] = take_states(optimizer, everything)
+    if optimizers:
+        tensors, job["optimizer"] = take_states(optimizers, everything)
+        job["optimizer"]["states"] |= elsewhere
         contents["optimizer"] = {"state": {name: own for name, own in tensors.items() if name in shared}}
     return contents, job
 
@@ -185,11 +193,11 @@ def _packed(value: Any, what: str) -> Tensor:
         ) from None
 
 
-def _describe(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def _describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """What `onecopy inspect` says about the run that saved."""
     facts: dict[str, Any] = {
         "model": type(model).__name__,
-        "optimizer": type(optimizer).__name__ if optimizer is not None else None,
+        "optimizer": describe_kinds(optimizers),
     }
     kinds: set[type] = {type(parameter) for parameter in model.parameters()}
     if SlicedTensor in kinds:

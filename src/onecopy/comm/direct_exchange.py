@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.collective import PeerUnreachable, Posted, Program, Work
-from onecopy.comm.outgoing import Outgoing, copy_slices
-from onecopy.comm.transport import Exchanged, Peers, through
+from onecopy.comm.outgoing import Outgoing, copy_ragged, copy_slices
+from onecopy.comm.transport import Exchanged, Lengths, Peers, slices_of, through
 from onecopy.memory.staging import Staging
 
 
@@ -32,8 +32,8 @@ class DirectExchange:
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
-    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        slices = whole.chunk(peers.size)
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int, lengths: Lengths = None) -> Program:
+        slices = slices_of(whole, peers.size, lengths)
         received = [_receive(peers, slices[peer], peer, tag) for peer in peers.others()]
         sent = [_send(peers, mine, peer, tag) for peer in peers.others()]
         own = slices[peers.rank]
@@ -41,8 +41,13 @@ class DirectExchange:
             own.copy_(mine)
         yield [*received, *sent]
 
-    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+    def reduce_scatter(
+        self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int, lengths: Lengths = None
+    ) -> Program:
         size, others = peers.size, list(peers.others())
+        if lengths is not None:
+            yield from self._reduce_ragged(peers, outgoing, out, tag, lengths)
+            return
         with self._staging.borrow(2 * size - 1, out.numel(), outgoing.dtype, out.device) as loan:
 
             def post(number: int) -> Exchanged:
@@ -56,6 +61,35 @@ class DirectExchange:
                 terms = dict(zip(others, theirs, strict=True))
                 terms[peers.rank] = own[peers.rank]
                 _mean_in_rank_order([terms[rank] for rank in range(size)], out[slice(*loan.pieces[number])])
+
+            yield from through(loan, post, take, outgoing)
+
+    def _reduce_ragged(
+        self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int, lengths: tuple[int, ...]
+    ) -> Program:
+        """As `reduce_scatter`: a piece holds the same fraction of every slice, so that each has all ranks receive."""
+        size, rank = peers.size, peers.rank
+        with self._staging.borrow_ragged(lengths, size - 1, outgoing.dtype, out.device) as loan:
+
+            def post(number: int) -> Exchanged:
+                rows = loan.rows(number)
+                copy_ragged(outgoing, rows[:size], loan, number)
+                start, stop = loan.span(rank, number)
+                theirs = [row[: stop - start] for row in rows[size:]]
+                received = [
+                    _receive(peers, row, peer, tag)
+                    for peer, row in zip(peers.others(), theirs, strict=True)
+                    if row.numel()
+                ]
+                return received, [_send(peers, rows[peer], peer, tag) for peer in peers.others() if rows[peer].numel()]
+
+            def take(number: int) -> None:
+                start, stop = loan.span(rank, number)
+                if start < stop:
+                    rows = loan.rows(number)
+                    terms = dict(zip(peers.others(), rows[size:], strict=True))
+                    terms[rank] = rows[rank]
+                    _mean_in_rank_order([terms[place][: stop - start] for place in range(size)], out[start:stop])
 
             yield from through(loan, post, take, outgoing)
 
@@ -81,9 +115,9 @@ class DirectExchange:
 
             yield from through(loan, post, take)
 
-    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int, lengths: Lengths = None) -> Program:
         if peers.rank == 0:
-            slices = whole.chunk(peers.size)
+            slices = slices_of(whole, peers.size, lengths)
             posted = [_send(peers, slices[peer], peer, tag) for peer in peers.others()]
             out.copy_(slices[0])
             yield posted

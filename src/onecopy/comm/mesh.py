@@ -32,7 +32,7 @@ from onecopy.comm.patience import patience
 from onecopy.comm.presence import met, presence_of
 from onecopy.comm.serving import server_of
 from onecopy.comm.shelf import Shelf
-from onecopy.comm.transport import Peers, Transport
+from onecopy.comm.transport import Lengths, Peers, Transport
 from onecopy.errors import CollectiveError, SettingsError
 from onecopy.memory.staging import Staging
 from onecopy.observe.ledger import Ledger
@@ -117,16 +117,23 @@ class Axis:
             shelf.connect(found)
         return shelves
 
-    def gather(self, shelf: Shelf, whole: Tensor, version: int, unit: str) -> Collective:
+    def gather(self, shelf: Shelf, whole: Tensor, version: int, unit: str, lengths: Lengths = None) -> Collective:
         """Fill the flat ``whole`` with every rank's slice of ``version``, without the other ranks' doing.
 
-        Booked like `all_gather`: what a rank fetches is what each rank sends where all ranks gather alike.
+        Booked like `all_gather`: this rank's slice to each other one, as it is sent where all ranks gather alike.
         """
-        return self._issue(shelf.gather(whole, version), "all_gather", unit, self._fraction(whole), on=whole)
+        program = shelf.gather(whole, version, lengths)
+        return self._issue(program, "all_gather", unit, self._fraction(whole, lengths), on=whole)
 
-    def all_gather(self, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
-        """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do."""
-        return self._gather("all_gather", mine, whole, unit, _TAG_BASE + tag)
+    def all_gather(
+        self, mine: Tensor, whole: Tensor, unit: str, tag: int, lengths: Lengths = None
+    ) -> Collective | None:
+        """Fill the flat ``whole`` with every rank's slice, ``mine``. Sends (N-1)/N of it. None: nothing to do.
+
+        Args:
+            lengths: elements of each slice, by place, where they differ. A rank then sends its own to each other one.
+        """
+        return self._gather("all_gather", mine, whole, unit, _TAG_BASE + tag, lengths)
 
     def barrier(self) -> None:
         """Wait until every rank of the axis has come here; a control message."""
@@ -138,21 +145,33 @@ class Axis:
         if collective := self._gather("activations", mine, whole, unit, _ACTIVATIONS_TAG):
             collective.finish()
 
-    def _gather(self, op: str, mine: Tensor, whole: Tensor, unit: str, tag: int) -> Collective | None:
+    def _gather(
+        self, op: str, mine: Tensor, whole: Tensor, unit: str, tag: int, lengths: Lengths = None
+    ) -> Collective | None:
         if self._peers is None:
             whole.copy_(mine)
             return None
-        program = self._transport(whole).all_gather(self._peers_for(whole), mine, whole, tag)
-        return self._issue(program, op, unit, self._fraction(whole), on=whole)
+        program = self._transport(whole).all_gather(self._peers_for(whole), mine, whole, tag, lengths)
+        return self._issue(program, op, unit, self._fraction(whole, lengths), on=whole)
 
-    def reduce_scatter(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
-        """Set ``out`` to the mean of this rank's slice of ``outgoing``. Sends (N-1)/N of it."""
+    def reduce_scatter(
+        self, outgoing: Outgoing, out: Tensor, unit: str, tag: int, lengths: Lengths = None
+    ) -> Collective | None:
+        """Set ``out`` to the mean of this rank's slice of ``outgoing``. Sends (N-1)/N of it.
+
+        Args:
+            lengths: as in `all_gather`. A rank then sends all but its own slice.
+        """
         if self._peers is None:
             outgoing.copy_to(out, 0)
             outgoing.close()
             return None
-        program = self._transport(out).reduce_scatter(self._peers_to_reduce(out), outgoing, out, _TAG_BASE + tag)
-        return self._issue(program, "reduce_scatter", unit, self._share(outgoing), on=out)
+        peers, tag = self._peers_to_reduce(out), _TAG_BASE + tag
+        program = self._transport(out).reduce_scatter(peers, outgoing, out, tag, lengths)
+        sent = self._share(outgoing)
+        if lengths is not None:
+            sent = (outgoing.numel - lengths[self.rank]) * outgoing.dtype.itemsize
+        return self._issue(program, "reduce_scatter", unit, sent, on=out)
 
     def all_reduce(self, outgoing: Outgoing, out: Tensor, unit: str, tag: int) -> Collective | None:
         """Set ``out`` to the mean of ``outgoing``, which may be it. Sends 2(N-1)/N of it."""
@@ -161,13 +180,14 @@ class Axis:
         program = self._transport(out).all_reduce(self._peers_to_reduce(out), outgoing, out, _TAG_BASE + tag)
         return self._issue(program, "all_reduce", unit, 2 * self._share(outgoing), on=out)
 
-    def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int) -> None:
-        """Set ``out`` to this rank's slice of the first rank's ``whole``."""
+    def scatter(self, whole: Tensor, out: Tensor, unit: str, tag: int, lengths: Lengths = None) -> None:
+        """Set ``out`` to this rank's slice of the first rank's ``whole``, which other ranks' ``whole`` may become."""
         if self._peers is None:
             out.copy_(whole)
             return
-        program = self._transport(whole).scatter(self._peers_for(whole), whole, out, _TAG_BASE + tag)
-        sent = self._fraction(whole) if self.rank == 0 else 0
+        program = self._transport(whole).scatter(self._peers_for(whole), whole, out, _TAG_BASE + tag, lengths)
+        own = whole.nbytes // self.size if lengths is None else lengths[0] * whole.itemsize
+        sent = whole.nbytes - own if self.rank == 0 else 0
         self._issue(program, "broadcast", unit, sent, on=out).finish()
 
     def broadcast(self, values: Tensor, unit: str, tag: int) -> None:
@@ -222,8 +242,9 @@ class Axis:
             self._transports[tensor.device] = transport
         return transport
 
-    def _fraction(self, whole: Tensor) -> int:
-        return whole.nbytes // self.size * (self.size - 1)
+    def _fraction(self, whole: Tensor, lengths: Lengths = None) -> int:
+        own = whole.nbytes // self.size if lengths is None else lengths[self.rank] * whole.itemsize
+        return own * (self.size - 1)
 
     def _share(self, outgoing: Outgoing) -> int:
         return outgoing.numel // self.size * (self.size - 1) * outgoing.dtype.itemsize

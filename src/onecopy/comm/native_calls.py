@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.collective import Posted, Program
-from onecopy.comm.outgoing import Outgoing, copy_slices
-from onecopy.comm.transport import Exchanged, Peers, through
+from onecopy.comm.outgoing import Outgoing, copy_ragged, copy_slices
+from onecopy.comm.transport import Exchanged, Lengths, Peers, through
 from onecopy.memory.staging import Staging
 from onecopy.observe.stalls import Stall
 
@@ -62,10 +62,20 @@ class NativeCalls:
         self._all_reduce = dist.AllreduceOptions()
         self._all_reduce.reduceOp = operation
 
-    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
-        yield self._posted(peers.group.all_gather_single(whole, mine))
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int, lengths: Lengths = None) -> Program:
+        if lengths is None:
+            yield self._posted(peers.group.all_gather_single(whole, mine))
+        else:
+            # One group of broadcasts, from each rank its slice: as many bytes over each link as an all-gather of equal
+            # slices. Padding to the longest would send N times the longest; all-to-all has one link carry N - 1 copies.
+            yield self._posted(peers.group.allgather([list(whole.split(lengths))], [mine]))
 
-    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+    def reduce_scatter(
+        self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int, lengths: Lengths = None
+    ) -> Program:
+        if lengths is not None:
+            yield from self._reduce_ragged(peers, outgoing, out, lengths)
+            return
         # Sums are taken where they stay, or in a row of their own where they are of another dtype.
         casts = out.dtype != outgoing.dtype
         with self._staging.borrow(peers.size + casts, out.numel(), outgoing.dtype, out.device) as loan:
@@ -86,6 +96,27 @@ class NativeCalls:
         if not self._averages:
             out.div_(peers.size)
 
+    def _reduce_ragged(self, peers: Peers, outgoing: Outgoing, out: Tensor, lengths: tuple[int, ...]) -> Program:
+        """As `reduce_scatter`: one group of reduces for each piece, to each rank its part of the piece."""
+        size, rank = peers.size, peers.rank
+        casts = out.dtype != outgoing.dtype
+        with self._staging.borrow_ragged(lengths, int(casts), outgoing.dtype, out.device) as loan:
+
+            def post(number: int) -> Exchanged:
+                rows, (start, stop) = loan.rows(number), loan.span(rank, number)
+                copy_ragged(outgoing, rows[:size], loan, number)
+                total = rows[size][: stop - start] if casts else out[start:stop]
+                return self._posted(peers.group.reduce_scatter([total], [rows[:size]], self._reduce_scatter)), []
+
+            def take(number: int) -> None:
+                start, stop = loan.span(rank, number)
+                if casts:
+                    out[start:stop].copy_(loan.rows(number)[size][: stop - start])
+
+            yield from through(loan, post, take, outgoing)
+        if not self._averages:
+            out.div_(size)
+
     def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         with self._staging.borrow(1, out.numel(), outgoing.dtype, out.device) as loan:
 
@@ -101,7 +132,12 @@ class NativeCalls:
         if not self._averages:
             out.div_(peers.size)
 
-    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
+    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int, lengths: Lengths = None) -> Program:
+        if lengths is not None:
+            # Backends scatter equal parts alone; this is no part of a step.
+            yield self._posted(dist.broadcast(whole, src=peers.ranks[0], group=peers.group, async_op=True))
+            out.copy_(whole.split(lengths)[peers.rank])
+            return
         slices = list(whole.chunk(peers.size)) if peers.rank == 0 else None
         yield self._posted(dist.scatter(out, slices, src=peers.ranks[0], group=peers.group, async_op=True))
 

@@ -7,11 +7,13 @@ their own (`sharding/bucket/arrived.py`); here is the plain one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from onecopy.memory.staging import RaggedLoan
 
 
 class Outgoing(Protocol):
@@ -70,3 +72,12 @@ def copy_slices(outgoing: Outgoing, rows: Tensor, start: int) -> None:
         return
     for place, row in enumerate(rows):
         outgoing.copy_to(row, place * numel + start)
+
+
+def copy_ragged(outgoing: Outgoing, rows: Sequence[Tensor], loan: RaggedLoan, number: int) -> None:
+    """As `copy_slices`, of slices of different lengths: into row k what piece ``number`` holds of slice k."""
+    begin = 0
+    for place, row in enumerate(rows):
+        if row.numel():
+            outgoing.copy_to(row, begin + loan.span(place, number)[0])
+        begin += loan.lengths[place]

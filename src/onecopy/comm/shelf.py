@@ -30,7 +30,7 @@ from onecopy.comm.mailbox import Disagreement, Mailbox, PeerGone, patiently
 from onecopy.comm.presence import Presence
 from onecopy.comm.remote_memory import Window
 from onecopy.comm.serving import Server
-from onecopy.comm.transport import Peers
+from onecopy.comm.transport import Lengths, Peers, slices_of
 
 _VERSION, _ADDRESS, _NBYTES = range(3)
 _FIELDS: Final = 3
@@ -144,10 +144,10 @@ class Shelf:
         """Forget what was laid out, once no rank reads it any more."""
         self._own.clear()
 
-    def gather(self, whole: Tensor, version: int) -> Program:
+    def gather(self, whole: Tensor, version: int, lengths: Lengths = None) -> Program:
         """Fill the flat ``whole`` with every rank's slice of ``version``."""
         assert self.laid is not None, "a rank lays its own slice out before it gathers"
-        slices = whole.chunk(self._peers.size)
+        slices = slices_of(whole, self._peers.size, lengths)
         fetched = [self._fetch(place, slices[place], version) for place in self._peers.others()]
         slices[self._peers.rank].copy_(self.laid)
         yield fetched

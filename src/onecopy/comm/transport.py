@@ -7,7 +7,7 @@ cast on the way: a larger unit goes through it in pieces (`through`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,10 +17,14 @@ from torch import Tensor
 from onecopy.comm.collective import Posted, Program
 from onecopy.comm.cross_memory import Neighbours
 from onecopy.comm.outgoing import Outgoing
-from onecopy.memory.staging import Loan
+from onecopy.memory.staging import Loan, RaggedLoan
 
 Exchanged = tuple[list[Posted], list[Posted]]
 """The messages of one piece: those to come, and those that must be gone before its memory is used again."""
+
+
+Lengths = tuple[int, ...] | None
+"""Elements of each slice, by place; None: all are equal."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +54,27 @@ class Peers:
 
 
 class Transport(Protocol):
-    """The collectives the engine needs. ``whole`` is flat, of `size` equal slices; ``tag`` names the collective."""
+    """The collectives the engine needs. ``whole`` is flat, of `size` slices; ``tag`` names the collective.
 
-    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int) -> Program:
+    Slices are equal, or of ``lengths`` elements, by place. Ranks then send (N-1)/N of the whole on average.
+    """
+
+    def all_gather(self, peers: Peers, mine: Tensor, whole: Tensor, tag: int, lengths: Lengths = None) -> Program:
         """Fill ``whole`` with every rank's ``mine``, this rank's too. Sends (N-1)/N of ``whole``."""
 
-    def reduce_scatter(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
+    def reduce_scatter(
+        self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int, lengths: Lengths = None
+    ) -> Program:
         """Set ``out`` to the mean over ranks of this rank's slice of ``outgoing``. Sends (N-1)/N of it."""
 
     def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
         """Set ``out`` to the mean over ranks of ``outgoing``, which may be it. Sends 2(N-1)/N of it."""
 
-    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int) -> Program:
-        """Set ``out`` to this rank's slice of the first rank's ``whole``, which sends (N-1)/N of it."""
+    def scatter(self, peers: Peers, whole: Tensor, out: Tensor, tag: int, lengths: Lengths = None) -> Program:
+        """Set ``out`` to this rank's slice of the first rank's ``whole``, which sends (N-1)/N of it.
+
+        ``whole`` may be the first rank's afterwards.
+        """
 
     def broadcast(self, peers: Peers, values: Tensor, tag: int) -> Program:
         """Replace ``values`` by the first rank's, which sends them to each other rank, or has the backend do so."""
@@ -74,8 +86,16 @@ class Transport(Protocol):
         """Replace the few ``values`` by their sum (or maximum) over ranks."""
 
 
+def slices_of(whole: Tensor, size: int, lengths: Lengths) -> Sequence[Tensor]:
+    """The slices of the flat ``whole``, by place."""
+    return whole.chunk(size) if lengths is None else whole.split(lengths)
+
+
 def through(
-    loan: Loan, post: Callable[[int], Exchanged], take: Callable[[int], None], outgoing: Outgoing | None = None
+    loan: Loan | RaggedLoan,
+    post: Callable[[int], Exchanged],
+    take: Callable[[int], None],
+    outgoing: Outgoing | None = None,
 ) -> Program:
     """Send all pieces through the loan: a bank is filled again when its piece has come, been taken in, and gone.
 

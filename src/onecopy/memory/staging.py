@@ -92,6 +92,67 @@ class Loan:
         self._give_back(self._buffer)
 
 
+class _RaggedPlan:
+    """As `_Plan`, for slices of different lengths: a piece holds the same fraction of each.
+
+    Args:
+        lengths: elements of each slice.
+        more: further rows of a piece, each as long as that of the longest slice.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], more: int, dtype: torch.dtype, limit: int) -> None:
+        self.dtype = dtype
+        rows = [*lengths, *[max(lengths)] * more]
+        self.lengths = lengths
+        self.banks, self.count, self.widths = 1, 1, rows
+        if sum(rows) * dtype.itemsize > limit:
+            unit = max(1, _ALIGNMENT // dtype.itemsize)
+            fitting = max(limit // (2 * dtype.itemsize) - len(rows) * unit, 1)
+            most = -(-max(lengths) // unit)
+            self.banks, self.count = 2, min(-(-sum(rows) // fitting), most)
+            self.widths = [-(-numel // (self.count * unit)) * unit for numel in rows]
+        self.columns = sum(self.widths)
+        self.nbytes = self.banks * self.columns * dtype.itemsize
+
+
+class RaggedLoan:
+    """As `Loan`, for slices of different lengths.
+
+    Attributes:
+        lengths: elements of each slice.
+        pieces: their numbers.
+        banks: as of a `Loan`.
+    """
+
+    def __init__(self, plan: _RaggedPlan, buffer: Tensor, give_back: Callable[[Tensor], None]) -> None:
+        self.lengths = plan.lengths
+        self.pieces = range(plan.count)
+        self._plan = plan
+        self._buffer = buffer
+        self._give_back = give_back
+        flat = buffer[: plan.nbytes].view(plan.dtype)
+        self.banks = (flat,) if plan.banks == 1 else flat.split(plan.columns)
+
+    def span(self, place: int, number: int) -> tuple[int, int]:
+        """Where piece ``number`` of the slice at ``place`` begins and ends, in elements of the slice."""
+        width, numel = self._plan.widths[place], self.lengths[place]
+        return min(number * width, numel), min((number + 1) * width, numel)
+
+    def rows(self, number: int) -> list[Tensor]:
+        """Memory for piece ``number``: of each slice, 1-D and as long as its span, then of each further row."""
+        rows = list(self.banks[number % len(self.banks)].split(self._plan.widths))
+        for place in range(len(self.lengths)):
+            start, stop = self.span(place, number)
+            rows[place] = rows[place][: stop - start]
+        return rows
+
+    def __enter__(self) -> RaggedLoan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._give_back(self._buffer)
+
+
 class Staging:
     """Lends buffers of at most ``limit`` bytes each.
 
@@ -106,6 +167,7 @@ class Staging:
         self._arena = Arena()
         self._shelves: defaultdict[torch.device, _Shelf] = defaultdict(_Shelf)
         self._plans: dict[tuple[int, int, torch.dtype, torch.device], _Plan] = {}
+        self._ragged: dict[tuple[tuple[int, ...], int, torch.dtype, torch.device], _RaggedPlan] = {}
 
     def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
         """A buffer for pieces of ``rows`` slices of ``numel`` elements; at least 16 bytes of each in a piece."""
@@ -114,15 +176,28 @@ class Staging:
         if plan is None:
             limit = default_bytes(device) if self._limit is None else self._limit
             plan = self._plans[key] = _Plan(rows, numel, dtype, limit)
+        return Loan(plan, self._take(plan.nbytes, device), self._give_back)
+
+    def borrow_ragged(
+        self, lengths: tuple[int, ...], more: int, dtype: torch.dtype, device: torch.device
+    ) -> RaggedLoan:
+        """A buffer for pieces of slices of ``lengths`` elements, and ``more`` rows as long as the longest one's."""
+        key = lengths, more, dtype, device
+        plan = self._ragged.get(key)
+        if plan is None:
+            limit = default_bytes(device) if self._limit is None else self._limit
+            plan = self._ragged[key] = _RaggedPlan(lengths, more, dtype, limit)
+        return RaggedLoan(plan, self._take(plan.nbytes, device), self._give_back)
+
+    def _take(self, nbytes: int, device: torch.device) -> Tensor:
         shelf = self._shelves[device]
-        if plan.nbytes > shelf.nbytes:
+        if nbytes > shelf.nbytes:
             # Smaller ones would not be lent again once the largest unit has been seen.
             for _ in range(len(shelf.idle)):
                 self._count(-shelf.idle.pop().nbytes)
-            shelf.nbytes = plan.nbytes
-            shelf.idle = [self._make(plan.nbytes, device) for _ in range(_LOANS)]
-        buffer = shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
-        return Loan(plan, buffer, self._give_back)
+            shelf.nbytes = nbytes
+            shelf.idle = [self._make(nbytes, device) for _ in range(_LOANS)]
+        return shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
 
     def _give_back(self, buffer: Tensor) -> None:
         shelf = self._shelves[buffer.device]

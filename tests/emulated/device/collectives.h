@@ -95,6 +95,13 @@ class Group final : public c10d::Backend {
   }
   WorkPtr allgather(std::vector<Tensors>& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
     return issue("all_gather", c10d::OpType::ALLGATHER, options.asyncOp, ins, outs[0], [&] {
+      if (!alike(outs[0])) {  // then NCCL's group broadcasts from each rank
+        for (int rank = 0; rank < size_; ++rank) {
+          Tensor out = on_cpu(outs[0][rank]);
+          if (out.numel()) out.copy_(everyones(rank == rank_ ? on_cpu(ins[0]) : out, "broadcast of a list")[rank]);
+        }
+        return;
+      }
       auto parts = everyones(on_cpu(ins[0]), "all_gather of a list");
       for (int rank = 0; rank < size_; ++rank) on_cpu(outs[0][rank]).copy_(parts[rank].view_as(outs[0][rank]));
     });
@@ -112,6 +119,15 @@ class Group final : public c10d::Backend {
       auto parts = everyones(on_cpu(in).view(-1), "reduce_scatter");
       for (auto& part : parts) part = part.chunk(size_)[rank_];
       on_cpu(out).view(-1).copy_(reduced(parts, options.reduceOp));
+    });
+  }
+  WorkPtr reduce_scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& options) override {
+    return issue("reduce_scatter", c10d::OpType::REDUCE_SCATTER, options.asyncOp, ins[0], outs, [&] {
+      for (int rank = 0; rank < size_; ++rank) {  // as NCCL's group does where parts differ: reduces to each rank
+        if (!ins[0][rank].numel()) continue;
+        auto parts = everyones(on_cpu(ins[0][rank]), "reduce of a list");
+        if (rank == rank_) on_cpu(outs[0]).copy_(reduced(parts, options.reduceOp));
+      }
     });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins,
@@ -164,6 +180,11 @@ class Group final : public c10d::Backend {
 
  private:
   struct Unlike {};
+
+  static bool alike(const Tensors& tensors) {
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [&](const Tensor& one) { return one.numel() == tensors[0].numel(); });
+  }
 
   // Every rank's tensor. Throws `Unlike` where a rank is about to do something else.
   Tensors everyones(const Tensor& own, const std::string& operation) {

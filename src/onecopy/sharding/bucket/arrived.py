@@ -52,7 +52,7 @@ class ArrivedGradients:
         stop = start + piece.numel()
         targets: list[Tensor] = []
         sources: list[Tensor | None] = []
-        for index in range(bisect_right(offsets, start) - 1, len(offsets)):
+        for index in range(max(bisect_right(offsets, start) - 1, 0), len(offsets)):
             offset, gradient = offsets[index], self._gradients[index]
             low, high = max(start, offset), min(stop, offset + numels[index])
             if low < high:

@@ -40,6 +40,7 @@ from onecopy.observe.meter import Meter
 from onecopy.sharding.bucket.flat import FlatBuffer
 from onecopy.sharding.bucket.layout import ALIGNMENT, Cut, Layout
 from onecopy.sharding.bucket.masters import Fetching, Stores, make_masters
+from onecopy.sharding.bucket.owners import Placing
 from onecopy.sharding.tensor.precision import Dtypes
 from onecopy.sharding.tensor.sliced import SlicedTensor, Slicing, dense_strides, flatten
 from onecopy.sharding.tensor.tensor_parallel import spec_of
@@ -143,8 +144,10 @@ class Bucket:
         unit: name of its unit, for the ledger.
         arena: where gradients lie, apart from what lives shorter; None takes them from PyTorch.
         stores: where slices rest; None: on the device.
+        placing: which parameters lie in one slice, and in whose; None: slices cut anywhere, into equal parts.
 
     Attributes:
+        slice_numel: elements of this rank's slice.
         segments: what this rank's slice holds, parameter by parameter.
         masters: this rank's slice.
         changes: how often the parameters were written to since they were sharded.
@@ -165,6 +168,7 @@ class Bucket:
         unit: str,
         arena: Arena | None = None,
         stores: Stores | None = None,
+        placing: Placing | None = None,
     ) -> None:
         self._stores = stores
         self.dtypes = dtypes
@@ -183,17 +187,18 @@ class Bucket:
         self.shapes = [tensor.shape for tensor in local]
         self.strides = [dense_strides(tensor) for tensor in local]
         numels = tuple(tensor.numel() for tensor in local)
-        self.layout = Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies)
+        owners, shares = (None, None) if placing is None else (placing.owners, placing.shares)
+        self.layout = Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies, owners, shares)
+        self._whole_names = frozenset() if placing is None else placing.whole
+        self.slice_numel = self.layout.lengths[mesh.shard.rank]
         self.segments = self.layout.segments(mesh.shard.rank)
-        self._cut = Cut([(s.slice_start, s.numel) for s in self.segments], self.layout.slice_numel)
+        self._cut = Cut([(s.slice_start, s.numel) for s in self.segments], self.slice_numel)
         self.place_on(found[0].parameter.device, found)
 
     def place_on(self, device: torch.device, found: Sequence[FoundParameter]) -> None:
         """Make slices and parameters anew on ``device``; values are zero until `load`."""
         self.device = device
-        self.masters = make_masters(
-            self._stores, self.layout.slice_numel, self.dtypes, device, trainable=self.trainable
-        )
+        self.masters = make_masters(self._stores, self.slice_numel, self.dtypes, device, trainable=self.trainable)
         lent = self.masters.lent
         self._aliased = self.mesh.shard.size == 1 and lent is not None and lent.dtype == self.dtypes.compute
         self._aliased &= lent is not None and lent.device.type == device.type
@@ -230,6 +235,7 @@ class Bucket:
             self.mesh.shard,
             spec,
             self.mesh.tensor.rank > 0 and not (spec is not None and spec.is_cut),
+            found.name in self._whole_names,
         )
         if local is not None:
             own = SlicedTensor(local, slicing, on_write=self._write_begins)
@@ -326,7 +332,7 @@ class Bucket:
         self._write_begins()
         with torch.no_grad(), self.masters.opened(write=True) as master:
             own = master if master.device == flat.device else self._own_part(flat).clone()
-            self.mesh.shard.scatter(flat, own, self.unit, self.tag + Message.LOAD)
+            self.mesh.shard.scatter(flat, own, self.unit, self.tag + Message.LOAD, self.layout.ragged)
             for position, axis in enumerate(self.mesh.replicate):
                 axis.broadcast(own, self.unit, self.tag + Message.COPY + position)
             if own is not master:
@@ -368,8 +374,7 @@ class Bucket:
         )
 
     def _own_part(self, flat: Tensor) -> Tensor:
-        start = self.mesh.shard.rank * self.layout.slice_numel
-        return flat[start : start + self.layout.slice_numel]
+        return self.layout.own_part(flat, self.mesh.shard.rank)
 
     # --- gather and release
 
@@ -407,14 +412,15 @@ class Bucket:
         elif mine is None or mine.device.type != whole.device.type:
             return Fetching(self.masters, self._own_part(whole), partial(self._gather_together, whole, message))
         elif self.shelf is not None and self.shelf.laid is not None:
-            return axis.gather(self.shelf, whole, self._version, self.unit)
+            return axis.gather(self.shelf, whole, self._version, self.unit, self.layout.ragged)
         elif whole.dtype != mine.dtype and axis.size > 1:
             mine = self._own_part(whole).copy_(mine)
-        return axis.all_gather(mine, whole, self.unit, self.tag + message)
+        return axis.all_gather(mine, whole, self.unit, self.tag + message, self.layout.ragged)
 
     def _gather_together(self, whole: Tensor, message: Message) -> Collective | None:
         """As `_issue_gather`, once this rank's part of ``whole`` is there."""
-        return self.mesh.shard.all_gather(self._own_part(whole), whole, self.unit, self.tag + message)
+        ragged = self.layout.ragged
+        return self.mesh.shard.all_gather(self._own_part(whole), whole, self.unit, self.tag + message, ragged)
 
     def finish_gather(self) -> None:
         """Wait until a gather that was begun is complete."""

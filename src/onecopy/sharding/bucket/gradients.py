@@ -135,7 +135,7 @@ class Gradients:
         self._arrived_bytes = 0
         self._sums_in_place = bucket.dtypes.compute == bucket.dtypes.accumulate and not any(bucket.specs)
         self._lends = False
-        self._slice_bytes = bucket.layout.slice_numel * bucket.dtypes.accumulate.itemsize
+        self._slice_bytes = bucket.slice_numel * bucket.dtypes.accumulate.itemsize
         self._resting = _store_of(bucket)
         # Weak, because torch's C++ side holds the hook where Python's garbage collector does not see it.
         this = weakref.ref(self)
@@ -346,10 +346,11 @@ class Gradients:
     def _reduce(self, outgoing: Outgoing) -> Iterator[Collective]:
         """Reduce-scatter over shard, then all-reduce over every replicate axis."""
         bucket, mesh = self._bucket, self._bucket.mesh
-        reduced = self._reduced = bucket.empty_gradients(bucket.layout.slice_numel)
+        reduced = self._reduced = bucket.empty_gradients(bucket.slice_numel)
         bucket.meter.add("gradients_sliced", reduced.nbytes)
         if mesh.shard.size > 1 or mesh.copies == 1:
-            if collective := mesh.shard.reduce_scatter(outgoing, reduced, bucket.unit, bucket.tag + Message.REDUCE):
+            tag, ragged = bucket.tag + Message.REDUCE, bucket.layout.ragged
+            if collective := mesh.shard.reduce_scatter(outgoing, reduced, bucket.unit, tag, ragged):
                 yield collective
             if mesh.copies == 1:
                 return

@@ -1,4 +1,4 @@
-"""Layout: how the parameters of a bucket lie end to end in one flat buffer cut into N equal slices. Pure arithmetic.
+"""Layout: how the parameters of a bucket lie end to end in one flat buffer cut into N slices. Pure arithmetic.
 
     parameter   |---- a ----|b|----- c -----|  padding
     flat        |xxxxxxxxxxx|.|x............|xxxxxxxxxxxx|......|
@@ -6,6 +6,8 @@
 
 Slices cut through parameters anywhere, so the gathered buffer *is* the parameters and no copy interleaves them.
 Every parameter and every slice starts on a multiple of `ALIGNMENT` elements, which keeps kernels on aligned addresses.
+Slices are equal, unless parameters are to lie whole in one of them (`owners.py`): then slices have the lengths that
+their parameters need, and those of buckets that are cut make up for it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -73,31 +76,62 @@ class Layout:
         num_slices: N, the shard degree.
         multiple: every slice has a multiple of so many elements; `ALIGNMENT` times the copies of each slice lets
             ranks that hold the same slice share the work on it evenly.
+        owners: for each parameter the rank whose slice holds all of it, in rising order. None: parameters are cut.
+        shares: of parameters that are cut, which part of them each rank takes; their sum is 1. None: equal parts.
     """
 
     numels: tuple[int, ...]
     num_slices: int
     multiple: int = ALIGNMENT
+    owners: tuple[int, ...] | None = None
+    shares: tuple[float, ...] | None = None
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter begins in the flat buffer, in elements."""
         offsets, position = [], 0
-        for numel in self.numels:
+        for index, numel in enumerate(self.numels):
+            if self.owners is not None:
+                position = max(position, self.starts[self.owners[index]])
             offsets.append(position)
             position += _round_up(numel, ALIGNMENT)
         return tuple(offsets)
 
     @cached_property
-    def slice_numel(self) -> int:
-        """Elements of one slice; at least `multiple`, so that no message is empty."""
-        used = self.offsets[-1] + self.numels[-1] if self.numels else 0
-        return max(_round_up(-(-used // self.num_slices), self.multiple), self.multiple)
+    def lengths(self) -> tuple[int, ...]:
+        """Elements of each slice; at least `multiple`, so that no message is empty."""
+        if self.owners is not None:
+            held = [0] * self.num_slices
+            for owner, numel in zip(self.owners, self.numels, strict=True):
+                held[owner] += _round_up(numel, ALIGNMENT)
+            return tuple(max(_round_up(numel, self.multiple), self.multiple) for numel in held)
+        used = sum(_round_up(numel, ALIGNMENT) for numel in self.numels[:-1]) + sum(self.numels[-1:])
+        if self.shares is None:
+            return (max(_round_up(-(-used // self.num_slices), self.multiple), self.multiple),) * self.num_slices
+        taken = [max(int(share * used) // self.multiple, 1) * self.multiple for share in self.shares]
+        # What rounding has left goes to the rank that takes most, of which it is the smallest part.
+        taken[self.shares.index(max(self.shares))] += max(_round_up(used - sum(taken), self.multiple), 0)
+        return tuple(taken)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each slice begins in the flat buffer, in elements."""
+        return tuple(accumulate(self.lengths[:-1], initial=0))
+
+    @cached_property
+    def ragged(self) -> tuple[int, ...] | None:
+        """`lengths` where they differ, as a transport is to know; None where slices are equal."""
+        return self.lengths if len(set(self.lengths)) > 1 else None
 
     @property
+    def slice_numel(self) -> int:
+        """Elements of one slice; of the longest where they differ."""
+        return max(self.lengths)
+
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the flat buffer, padding included: what travels when the bucket is gathered."""
-        return self.slice_numel * self.num_slices
+        return sum(self.lengths)
 
     @cached_property
     def _cut(self) -> Cut:
@@ -109,12 +143,17 @@ class Layout:
 
     def segment(self, index: int, rank: int) -> Segment:
         """What the slice of ``rank`` holds of parameter ``index``."""
-        low, high = rank * self.slice_numel, (rank + 1) * self.slice_numel
+        low = self.starts[rank]
+        high = low + self.lengths[rank]
         begin, end = self.offsets[index], self.offsets[index] + self.numels[index]
         start, stop = max(low, begin), min(high, end)
         if start >= stop:
             return Segment(0, 0, 0)
         return Segment(start - low, start - begin, stop - start)
+
+    def own_part(self, flat: Tensor, rank: int) -> Tensor:
+        """Of a flat buffer, the slice of ``rank``."""
+        return flat[self.starts[rank] : self.starts[rank] + self.lengths[rank]]
 
     def segments(self, rank: int) -> Sequence[Segment]:
         """What the slice of ``rank`` holds, parameter by parameter."""

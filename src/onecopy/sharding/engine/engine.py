@@ -70,6 +70,7 @@ class Engine:
         micro_batches: where in a step training is.
         versions: when slices may be read by others, and when they may change.
         buffers: what is not sharded.
+        lays_whole: some parameters lie whole in one rank's slice.
         inputs, stores: as they were given.
     """
 
@@ -96,6 +97,7 @@ class Engine:
         self.meter = meter
         self.stores = stores
         self.gathered = 0
+        self.lays_whole = any(e.sliced.slicing.is_whole for u in self.units for b in u.buckets for e in b.entries)
         self.micro_batches = MicroBatches(accumulate)
         self.inputs = inputs
         self.buffers = Buffers(model, mesh, syncs=syncs_buffers)

@@ -28,12 +28,14 @@ from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.engine.buffers import equalise
 from onecopy.sharding.engine.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.engine.unit import Unit
+from onecopy.sharding.model.chosen import Whole
 from onecopy.sharding.model.discover import Units, find_parameters, find_scopes, leave_small_to_root
 from onecopy.sharding.model.ignored import Ignored, find_ignored, mark_ignored
 from onecopy.sharding.model.statistics import widen_weights
 from onecopy.sharding.model.structure import guard
 from onecopy.sharding.setup.agreement import check_agreement, everywhere
 from onecopy.sharding.setup.optimizers import check_holds, mark_replaced, remap, watch
+from onecopy.sharding.setup.placing import check_can_be_whole, find_whole, group_parameters
 from onecopy.sharding.setup.preconditions import (
     check_count,
     check_holds_once,
@@ -44,7 +46,7 @@ from onecopy.sharding.setup.preconditions import (
 )
 from onecopy.sharding.setup.state_dicts import follow_state_dicts
 from onecopy.sharding.setup.stores import make_stores
-from onecopy.sharding.tensor.precision import Dtypes, Precision
+from onecopy.sharding.tensor.precision import Precision
 from onecopy.sharding.tensor.sliced import SlicedTensor
 from onecopy.sharding.tensor.tensor_parallel import describe, tensor_mesh
 from onecopy.stage import Stage
@@ -82,7 +84,8 @@ def shard(
     precision: Precision | str | None = None,
     accumulate: int = 1,
     prefetch: int = 1,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    whole: Whole | None = None,
     broadcast_buffers: bool = True,
     activations: Activations | None = None,
     bucket_bytes: int | None = None,
@@ -109,7 +112,11 @@ def shard(
             keep every parameter's own dtype.
         accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
         prefetch: units to gather ahead of the one that computes.
-        optimizer: one made before, to be changed in place to the sliced parameters, its states too.
+        optimizer: one made before, or several, to be changed in place to the sliced parameters, their states too. What
+            they need whole (Muon, Adafactor; `needs_whole`) is laid whole.
+        whole: parameters that lie whole in one rank's slice, where optimizers see them as plain tensors: a predicate
+            (``lambda name, p: p.ndim == 2``), or a list of names, modules, classes of modules and parameters. Their
+            owners are chosen over the whole model, so that ranks compute and hold as much as each other.
         broadcast_buffers: before each training forward and before each step take the first rank's buffers (running
             statistics, codebooks), so that they are equal when the model is evaluated or saved. False: each rank keeps
             its own.
@@ -140,7 +147,9 @@ def shard(
     check_kind("defragment", defragment, bool, "True or False")
     check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
     check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
-    check_kind("optimizer", optimizer, Optimizer | None, "an optimizer of the model's parameters or None")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    for one in optimizers:
+        check_kind("optimizer", one, Optimizer, "an optimizer of the model's parameters, a list of such or None")
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     check_kind("offload", offload, Offload | None, "onecopy.Offload(...) or None")
     if activations is not None:
@@ -161,9 +170,10 @@ def shard(
         check_masters_are_wide(scopes, dtypes, offload)
     device = next(item.parameter.device for found in scopes.values() for item in found)
     check_not_hooked(scopes)
-    if optimizer is not None:
-        check_holds(optimizer, model.parameters())
-        check_holds_once(optimizer, scopes)
+    for one in optimizers:
+        check_holds(one, model.parameters())
+        check_holds_once(one, scopes)
+    laid_whole = find_whole(model, scopes, whole, optimizers)
     ledger = Ledger()
     meter = Meter(ledger)
     ranks = make_mesh(
@@ -173,6 +183,7 @@ def shard(
         staging=Staging(bucket_bytes, on_change=partial(meter.add, "communication")),
         tensor=tensor_mesh((item.name, item.parameter) for found in scopes.values() for item in found),
     )
+    check_can_be_whole(scopes, laid_whole, ranks, offload)
     settings = {
         "stage": stage,
         "precision": dtypes,
@@ -184,33 +195,36 @@ def shard(
         "defragment": defragment,
         "offload": None if offload is None else offload.kinds,
     }
-    lines = [f"{name}={value}" for name, value in settings.items()] + [
-        f"ignored parameter {name!r}" for name in unsharded
+    lines = [
+        *(f"{name}={value}" for name, value in settings.items()),
+        *(f"ignored parameter {name!r}" for name in unsharded),
+        *(f"whole parameter {name!r} at a cost of {cost:g}" for name, cost in laid_whole.items()),
     ]
     check_agreement([*lines, *_describe_parameters(scopes), *_describe_buffers(model)], ranks)
 
     modules = dict(model.named_modules())
     regions = Arena() if defragment else None
-    groups = [(name, *group) for name, found in scopes.items() for group in _group(found, dtypes)]
+    groups = group_parameters(scopes, dtypes, laid_whole, ranks)
     # Before anything may fail, so that ranks go on with the same numbers.
     numbers = [next(_bucket_numbers) for _ in groups]
 
     def make_buckets() -> tuple[Stores | None, dict[str, list[Bucket]]]:
         stores = None if offload is None else make_stores(offload, meter, ledger)
         made: dict[str, list[Bucket]] = {name: [] for name in scopes}
-        for number, (name, items, kinds, trainable) in zip(numbers, groups, strict=True):
+        for number, group in zip(numbers, groups, strict=True):
             bucket = Bucket(
-                items,
-                kinds,
-                trainable=trainable,
+                group.found,
+                group.dtypes,
+                trainable=group.trainable,
                 mesh=ranks,
                 meter=meter,
                 index=number,
-                unit=name or "(root)",
+                unit=group.unit or "(root)",
                 arena=regions,
                 stores=stores,
+                placing=group.placing,
             )
-            made[name].append(bucket)
+            made[group.unit].append(bucket)
         return stores, made
 
     # A disk may have no room, and the model is then as it was.
@@ -236,8 +250,8 @@ def shard(
         activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter, regions)
     if device.type != "meta":
         equalise(model, ranks)
-    if optimizer is not None:
-        remap(optimizer, _replacements(scopes, made))
+    for one in optimizers:
+        remap(one, _replacements(scopes, made))
     _retire(scopes)
     for parameter in unsharded.values():
         mark_ignored(parameter)
@@ -310,16 +324,6 @@ def engine_of(model: nn.Module) -> Engine:
     if engine is None:
         raise UsageError(f"this {type(model).__name__} is not sharded; pass the model that onecopy.shard returned.")
     return engine
-
-
-def _group(found: Sequence[FoundParameter], precision: Precision) -> list[tuple[list[FoundParameter], Dtypes, bool]]:
-    """A unit's parameters, bucket by bucket, with the dtypes and the `requires_grad` of each."""
-    groups: dict[tuple[Dtypes, bool, torch.device], list[FoundParameter]] = {}
-    for item in found:
-        trainable = item.parameter.requires_grad
-        dtypes = precision.for_parameter(item.parameter.dtype, trainable)
-        groups.setdefault((dtypes, trainable, item.parameter.device), []).append(item)
-    return [(items, dtypes, trainable) for (dtypes, trainable, _), items in groups.items()]
 
 
 def _fill(buckets: dict[str, list[Bucket]], scopes: dict[str, list[FoundParameter]]) -> None:

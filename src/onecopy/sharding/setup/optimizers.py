@@ -17,11 +17,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onecopy.comm.dtensors import is_dtensor
 from onecopy.errors import UsageError
 from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.engine.engine import Engine
+from onecopy.sharding.setup.needs import need_of
+from onecopy.sharding.setup.owned import end_owned_step, is_laid_whole, is_owned_step, owned_step, show_gradients
 from onecopy.sharding.setup.paged import end_paged_step, page_step
 from onecopy.sharding.setup.reserved import reserve_states
 from onecopy.sharding.tensor.files import describe_difference, is_saved, refuse_pickle
@@ -79,15 +82,20 @@ def remap(optimizer: Optimizer, replacements: Mapping[nn.Parameter, SlicedTensor
     """Let an optimizer that was made before sharding hold the sliced parameters, and slices of its states.
 
     Args:
-        replacements: from each original parameter to its slice. States of a parameter's shape are sliced, others kept.
+        replacements: from each original parameter to its slice. States of a parameter's shape are sliced, others kept;
+            those of a parameter that its steps see whole on one rank stay there as they are, and nowhere else.
     """
     for group in optimizer.param_groups:
         group["params"] = [replacements.get(parameter, parameter) for parameter in group["params"]]
+    need = need_of(optimizer)
     for parameter, sliced in replacements.items():
         if parameter not in optimizer.state:
             continue
         states = optimizer.state.pop(parameter)
-        optimizer.state[sliced] = {name: _sliced_state(value, sliced) for name, value in states.items()}
+        if not is_laid_whole(sliced, need):
+            optimizer.state[sliced] = {name: _sliced_state(value, sliced) for name, value in states.items()}
+        elif sliced.slicing.numel:
+            optimizer.state[sliced] = states
 
 
 def _sliced_state(value: Any, parameter: SlicedTensor) -> Any:
@@ -108,6 +116,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     So it does where parameters rest in files (`paged.py`).
     """
     engines = _engines_of(optimizer)
+    lays_whole = any(engine.lays_whole for engine in engines)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if hasattr(parameter, _REPLACED):
@@ -116,7 +125,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
                     f"optimizer after onecopy.shard, and after onecopy.materialize of a meta model, or pass it as "
                     f"onecopy.shard(..., optimizer=optimizer)."
                 )
-        if engines and group.get("foreach", False) is None and _may_be_foreach(group):
+        is_sliced = engines and not (lays_whole and all(map(_is_whole, group["params"])))
+        if is_sliced and group.get("foreach", False) is None and _may_be_foreach(group):
             # torch chooses foreach for itself only for plain tensors; one dispatch for each parameter is slow.
             group["foreach"] = True
     if not engines:
@@ -124,19 +134,27 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if torch.compiler.is_compiling():
         # Raised as it stands, the error would only make the compiler give this frame up and compile the next.
         torch.compiler.disable(_refuse_compiled_step)()
+    stepped = owned_step(optimizer, lays_whole=lays_whole)
     _slice_states(optimizer)
     stores = _files_of(engines)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if stores is not None:
         reserve_states(optimizer, engines[0].mesh, has_closure=callable(closure))
-        args = (page_step(optimizer, stores), *args[1:])
-    if not callable(closure):
+        stepped = page_step(optimizer, stores)
+    args = (stepped, *args[1:])
+
+    def begin() -> None:
         _gradients_are_there(optimizer, engines)
-        return (args, kwargs) if stores is not None else None
+        if is_owned_step(stepped):
+            show_gradients(optimizer)
+
+    if not callable(closure):
+        begin()
+        return (args, kwargs) if stepped is not optimizer else None
 
     def checked() -> Any:
         loss = closure()
-        _gradients_are_there(optimizer, engines)
+        begin()
         return loss
 
     if len(args) > 1:
@@ -183,6 +201,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if engines := _engines_of(optimizer):
         if (stores := _files_of(engines)) is not None:
             end_paged_step(optimizer, args[0], stores)
+        if is_owned_step(args[0]):
+            end_owned_step(optimizer, args[0])
         nbytes = _state_bytes(optimizer)
         for engine in engines:
             engine.step_done(optimizer, nbytes)
@@ -204,8 +224,9 @@ def _check_gradient(parameter: SlicedTensor) -> None:
 
 def _slice_states(optimizer: Optimizer) -> None:
     """Cut states that were loaded whole, and take over those that were loaded in slices, at their first step."""
+    need = need_of(optimizer)
     for parameter, states in optimizer.state.items():
-        if not isinstance(parameter, SlicedTensor) or not isinstance(states, dict):
+        if not isinstance(parameter, SlicedTensor) or not isinstance(states, dict) or is_laid_whole(parameter, need):
             continue
         loaded = [name for name, value in states.items() if _is_loaded(value, parameter)]
         for name in loaded:
@@ -239,11 +260,23 @@ def _state_bytes(optimizer: Optimizer) -> int:
     for states in optimizer.state.values():
         # Some optimizers keep what belongs to no parameter beside the parameters' states.
         for value in states.values() if isinstance(states, dict) else (states,):
-            if isinstance(value, SlicedTensor):
-                total += value.held_bytes
-            elif isinstance(value, Tensor):
-                total += value.nbytes
+            total += _bytes_of(value)
     return total
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, SlicedTensor):
+        return value.held_bytes
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes_of, value))
+    if is_traceable_wrapper_subclass(value):
+        # Quantised states tell of themselves what they look like, and hold less.
+        return sum(_bytes_of(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    return value.nbytes if isinstance(value, Tensor) else 0
+
+
+def _is_whole(parameter: Any) -> bool:
+    return isinstance(parameter, SlicedTensor) and parameter.slicing.is_whole
 
 
 def _engines_of(optimizer: Optimizer) -> list[Engine]:

@@ -60,7 +60,8 @@ def needs_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoR
     raise NeedsWholeError(
         f"{operation_name(func)} needs the whole parameter {found.slicing.name!r} {tuple(found.shape)}, of which this "
         f"rank holds {found.slicing.numel} elements. Use it inside `with onecopy.gathered(model):`, or call the model "
-        f"(a unit's parameters are whole while its forward runs).{advice(found)}"
+        f"(a unit's parameters are whole while its forward runs). An optimizer's step has it whole, on one rank, with "
+        f"onecopy.shard(..., whole=[{found.slicing.name!r}, ...]).{advice(found)}"
     )
 
 

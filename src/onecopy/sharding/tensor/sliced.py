@@ -37,6 +37,7 @@ class Slicing:
         axis: the mesh axis along which the other slices lie.
         spec: of a parameter that is a DTensor; then the slice is one of this rank's local tensor.
         is_copy: another rank of the tensor axis holds these elements too, though maybe cut elsewhere, and saves them.
+        is_whole: by its layout one rank holds all elements, and the others none.
     """
 
     name: str
@@ -47,6 +48,12 @@ class Slicing:
     axis: Axis
     spec: TensorSpec | None = None
     is_copy: bool = False
+    is_whole: bool = False
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this rank holds all elements of a parameter that is whole."""
+        return self.is_whole and self.numel > 0
 
     @property
     def spread(self) -> tuple[Axis, ...]:
