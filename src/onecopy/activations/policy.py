@@ -25,10 +25,11 @@ class Activations:
     """How activations are kept from forward to backward.
 
     Attributes:
-        checkpoint: "units" keeps the inputs of units alone and computes each unit again in backward, about a third
-            more compute; "none" leaves activations to the model.
-        partition: whether inputs that all ranks of the tensor axis hold alike are cut over it (P_a).
-        offload: where inputs are kept: None on their device, "cpu" in host memory (P_a+cpu), or a directory's path.
+        checkpoint: "units" keeps only the inputs of units, and computes each unit again in backward; this costs about
+            a third more compute. "none" leaves activations to the model.
+        partition: whether an input that all ranks of the tensor axis hold alike is cut over that axis (P_a in ZeRO).
+        offload: where inputs are kept. None: on their device. "cpu": in host memory (P_a+cpu in ZeRO). Or the path of
+            a directory.
     """
 
     checkpoint: str = "units"

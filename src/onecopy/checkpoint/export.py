@@ -40,7 +40,7 @@ _NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.flo
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """What `export` has written.
 
     Attributes:
         source: the checkpoint.
@@ -69,15 +69,16 @@ def export(
 
     Args:
         checkpoint: one, or a directory of them, of which the newest whole one is taken.
-        out: a directory that is new or empty; it appears when everything is in it.
-        dtype: of floating-point tensors; None keeps those of the master weights.
-        file_bytes: at most so many in a weights file, but one tensor at least.
-        assets: files to add, or to put in place of those that were saved: config.json, a tokenizer's.
+        out: a directory that is new or empty. It appears only when it is complete.
+        dtype: dtype of the floating-point tensors in the files. None keeps that of the master weights.
+        file_bytes: most bytes of tensors in a weights file. A file holds at least one tensor, however large.
+        assets: files to add, such as config.json or a tokenizer's. They replace files of the same name that were
+            saved with the checkpoint.
 
     Raises:
-        SettingsError: if ``out`` is not free or cannot be made, or ``dtype`` is none that transformers loads.
-        CheckpointError: if a file of it cannot be written, if there is no whole checkpoint, or if that holds the
-            trainable parameters alone.
+        SettingsError: if ``out`` is not empty or cannot be made, or if transformers cannot load ``dtype``.
+        CheckpointError: if a file cannot be written, if there is no whole checkpoint, or if the checkpoint holds
+            trainable parameters only.
     """
     if dtype is not None and dtype not in _NAMES:
         expected = ", ".join(f"torch.{name}" for name in _NAMES.values())

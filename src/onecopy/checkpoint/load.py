@@ -38,7 +38,7 @@ _ATTEMPTS: Final = 20
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded.
+    """What `load` has loaded.
 
     Attributes:
         path: the checkpoint.
@@ -67,19 +67,21 @@ def load(
     strict: bool = True,
     check: bool = True,
 ) -> Loaded:
-    """Load what `save` saved, whatever saved it, into whatever is given. Every rank calls it.
+    """Load a checkpoint of `save` into a model, its optimizer and more. Every rank calls it.
 
-    The model may be sharded by onecopy at any stage, plain, in DDP or under fully_shard. Memory: what the rank holds
-    anyway, and one piece of one tensor. At the number of ranks that saved, the run goes on bit for bit.
+    The model may be sharded by onecopy at any stage, plain, in DDP or under fully_shard, whichever of these saved the
+    checkpoint. Memory: what the rank holds anyway, and one piece of one tensor. On as many ranks as saved it, the run
+    continues exactly, to the last bit.
 
     Args:
-        directory: of all of a run's checkpoints, or one of them. From a directory the newest whole one is loaded, with
-            a warning for each newer one that is damaged; a single one must be whole.
+        directory: the directory of a run's checkpoints, or a single checkpoint. From a run's directory the newest
+            whole checkpoint is loaded, with a warning for each newer one that is damaged. A single checkpoint must be
+            whole.
         optimizer: one, or several; take states and, matched by parameter names, hyperparameters. None: weights alone.
-        scheduler, scaler: take what was saved as such, if there was.
-        strict: names that only the model or only the checkpoint has are an error; else they are left as they are.
-            Frozen parameters keep their values where the trainable ones were saved alone.
-        check: read every byte against its checksum first. Without it, sizes alone are checked.
+        scheduler, scaler: take the states that were saved of a scheduler and a scaler, if there are any.
+        strict: whether a name that only the model or only the checkpoint has is an error. If not, its tensor stays as
+            it is. Frozen parameters keep their values if the checkpoint holds trainable parameters only.
+        check: compare every byte with its checksum first. False compares only the sizes of the files.
 
     Raises:
         CheckpointError: if there is no whole checkpoint, or it does not fit; lists every name that does not.

@@ -55,20 +55,20 @@ def load_pretrained(
     strict: bool = True,
     init: Callable[[nn.Module], object] | None = None,
 ) -> ModelT:
-    """Load weights from safetensors, in place. Every rank calls it; all must see the files.
+    """Load weights from safetensors files into a model, in place. Every rank calls it, and must see the files.
 
-    Experts that the files hold one by one go into the fused tensors of transformers 5.
+    Experts that the files hold one by one are put into the fused tensors of transformers 5.
     Memory: each rank's slices, and the part of one tensor that is being read. Traffic: none.
 
     Args:
         model: sharded by `onecopy.shard`, on its device or on meta; or any other model.
         directory: holds model.safetensors, or several files and model.safetensors.index.json.
         device: where a model on meta gets its memory.
-        strict: names that only the model or only the files have are an error. Else only parameters of a model on meta
-            are, which would have no values.
-        init: called with each module of a model on meta that has buffers which no file holds (tables that are
-            computed, such as rotary frequencies). None calls the model's `_init_weights`, as models of transformers
-            have it, or the module's `reset_parameters`.
+        strict: whether a name that only the model or only the files have is an error. If not, only a missing parameter
+            of a model on meta is an error, because it would have no values.
+        init: a function. It is called with each module of a model on meta that has buffers in no file (computed tables
+            such as rotary frequencies). None calls the `_init_weights` that models of transformers have, or else the
+            module's `reset_parameters`.
 
     Returns:
         ``model``.

@@ -44,32 +44,33 @@ def save(
 ) -> Saving:
     """Save a training run, at any moment outside of forward and backward. Every rank calls it; all see one file system.
 
-    Gradients are not saved. What waits for the last micro-batch of its step is neither saved nor lost: training goes on
-    with it, and a run that is resumed begins the step anew.
+    Gradients are not saved. After a save between two micro-batches, training continues with the gradients that it has.
+    A run that resumes from this save starts the step again.
 
     The model may be sharded by onecopy at any stage, plain, in DDP or under fully_shard. Parameters are saved in the
     master dtype, by name, with their true shapes, once; so are optimizer states and persistent buffers (the first
-    rank's). Each rank's random number generators are saved too. Traffic: plans and results, no tensors.
+    rank's). The states of each rank's random number generators are saved too. Traffic: plans and results, no tensors.
 
     Args:
-        directory: of all of this run's checkpoints.
+        directory: the directory that holds all of this run's checkpoints.
         optimizer: one, or several that hold different parameters.
         scheduler, scaler: anything with `state_dict()`.
-        extra: the first rank's, as `load` returns it: position in the data, and the like. Plain types and tensors.
-        rank_extra: this rank's own, given back at the same number of ranks.
-        step: number of the checkpoint. None: one more than the newest has.
-        keep: delete all but so many of the newest. None keeps all.
-        background: return once this rank's share is copied (bytes: `Saving.copied`) and write it meanwhile. A second
+        extra: values of your own, such as the position in the data: plain types and tensors. The first rank's are
+            saved, and `load` returns them.
+        rank_extra: values of this rank's own. `load` returns them to this rank, at the same number of ranks.
+        step: number of the checkpoint. None: one more than that of the newest checkpoint.
+        keep: how many checkpoints stay; older ones are deleted. None keeps all.
+        background: copy this rank's share (`Saving.copied` bytes), return, and write while training continues. A second
             save waits for the first one, so there is never more than one copy.
-        assets: small files to keep with the checkpoint for `onecopy export`: a tokenizer's. The config of a model of
-            transformers is kept without being asked for.
-        allow_not_finite: save parameters and optimizer states that hold nan or inf too, which is an error otherwise:
-            they would take the place of the last good ones.
-        trainable_only: leave frozen parameters out, whose values come from elsewhere (LoRA). `load` then lets a model
-            keep its own.
+        assets: small files to keep with the checkpoint for `onecopy export`, such as a tokenizer's. The config of a
+            model of transformers is always kept.
+        allow_not_finite: save parameters and optimizer states that hold nan or inf. By default they are an error, so
+            that they do not replace the last good checkpoint.
+        trainable_only: leave out frozen parameters, whose values come from elsewhere (LoRA). On `load` the model then
+            keeps its own frozen parameters.
 
     Returns:
-        The save; without ``background`` it has ended well. `Saving.wait()` gives the checkpoint's path.
+        The save. Without ``background`` it has succeeded already. `Saving.wait()` returns the checkpoint's path.
 
     Raises:
         SettingsError: for a setting that cannot work.

@@ -35,25 +35,25 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> dict[str, int]:
-    """Write a model as ``from_pretrained`` and `load_pretrained` read it. Every rank calls it, outside of a pass.
+    """Write a model's weights for ``from_pretrained`` and `load_pretrained`. Every rank calls it, outside of a pass.
 
-    Nothing is gathered: memory is 4 Mi elements on the host, traffic none. Tied weights are written once, under their
-    first name; of buffers the persistent ones. The config of a model of transformers is written beside the weights.
+    Nothing is gathered. Memory: 4 Mi elements on the host; traffic: none. Tied weights are written once, under their
+    first name. Persistent buffers are written too. The config of a transformers model is written beside the weights.
     Files of an earlier save are replaced when the new ones are complete. Where ranks do not share the directory's file
     system, the first rank writes everything, one whole tensor at a time, after a warning.
 
     Args:
         model: sharded by `onecopy.shard`, or any other.
-        dtype: of floating-point tensors in the files; None keeps that of the master weights.
-        file_bytes: most bytes of tensors in a file, but one tensor at least.
+        dtype: dtype of the floating-point tensors in the files. None keeps that of the master weights.
+        file_bytes: most bytes of tensors in a file. A file holds at least one tensor, however large.
 
     Returns:
         Bytes of each weights file, by name.
 
     Raises:
         CheckpointError: on every rank, if a file cannot be written; earlier files stay as they were.
-        NotFiniteError: if a weight holds nan or inf, which would take a good one's place.
-        SettingsError: if ``dtype`` is no floating-point one, or ``file_bytes`` no positive number.
+        NotFiniteError: if a weight holds nan or inf, so that it would replace a good one.
+        SettingsError: if ``dtype`` is not a floating-point dtype, or ``file_bytes`` is not a positive whole number.
     """
     if dtype is not None and not dtype.is_floating_point:
         raise SettingsError(f"dtype must be a floating-point one, or None for the masters' own; found {dtype}")

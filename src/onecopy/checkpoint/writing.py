@@ -50,10 +50,11 @@ class _Share:
 
 
 class Saving:
-    """A save under way.
+    """A save that may still be running in the background.
 
     Attributes:
-        copied: bytes that this rank copied to the host to let training go on; given back as they are written.
+        copied: bytes that this rank copied to host memory so that training can continue. They are freed as they are
+            written.
     """
 
     def __init__(self, copied: int = 0) -> None:
@@ -64,7 +65,7 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with success or with an error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:

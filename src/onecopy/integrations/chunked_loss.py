@@ -17,9 +17,9 @@ from onecopy.planner.model.loss import chunks_loss
 
 
 def chunk_loss(model: Any) -> bool:
-    """Let a causal LM of transformers compute its loss in chunks, in place; call it before `onecopy.shard`.
+    """Change a causal LM of transformers, in place, to compute its loss in chunks. Call it before `onecopy.shard`.
 
-    With labels the model's output has no logits then. Parameters, their names and checkpoints stay what they are.
+    If labels are given, the model's output then has no logits. Parameters, their names and checkpoints do not change.
 
     Args:
         model: before it is sharded.

@@ -23,19 +23,19 @@ _LOSS_SCALE = "scaling the loss is torch.amp.GradScaler's work, in the loop"
 
 
 def from_deepspeed(config: str | Path | Mapping[str, Any], model: Any = None) -> Translation:
-    """Translate DeepSpeed's settings.
+    """Translate a DeepSpeed configuration into arguments of `onecopy.shard`.
 
     Args:
-        config: the JSON file or what is in it.
-        model: whose hidden size "auto" bucket sizes go by (``model.config.hidden_size``, as Hugging Face reads it);
-            without one they stay unresolved, which changes nothing that onecopy does.
+        config: the path of the JSON file, or its content.
+        model: its hidden size (``model.config.hidden_size``, as Hugging Face reads it) gives bucket sizes that are
+            "auto". Without a model these sizes stay unresolved, which makes no difference to onecopy.
 
     Returns:
         A `Translation`: ``onecopy.shard(model, **translation.arguments)``; ``translation.ignored`` lists every key
         that has no effect, and why.
 
     Raises:
-        SettingsError: if the file cannot be read, or a value is none that DeepSpeed takes.
+        SettingsError: if the file cannot be read, or if DeepSpeed does not accept a value.
     """
     values = config if isinstance(config, Mapping) else read_settings(Path(config))
     translation = Translation()

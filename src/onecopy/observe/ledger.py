@@ -23,20 +23,20 @@ STATE_OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Entry:
-    """All collectives of one kind.
+    """The sum of all collectives of one kind.
 
     Attributes:
         op: "all_gather", "reduce_scatter", "all_reduce"; or "activations", an activation checkpoint made whole over the
             tensor axis; or a control message: "agree", "norm", "overflow", "barrier"; or "broadcast", values of one
             rank for all.
         phase: what the model was doing: "setup" (`onecopy.shard`), "load", "forward", "backward", "step" or "save".
-        unit: the unit whose parameters travelled; "" for control messages.
+        unit: the unit whose parameters or gradients were sent; "" for control messages.
         axis: the mesh axis.
         calls: how many there were.
         bytes_sent: payload bytes that this rank handed to the transport for other ranks.
-        seconds: time from issue to completion, summed over calls; overlapped work counts.
-        exposed: seconds of it in which the calling thread waited or summed; on a device, in which the stream that
-            computes stood still, as far as the device has come.
+        seconds: time from issue to completion, summed over calls. Time that computing hides is included.
+        exposed: the part of ``seconds`` in which the calling thread waited or summed. On a device: in which the
+            computing stream stood still, as far as the device has come.
     """
 
     op: str
@@ -114,7 +114,7 @@ class Traffic:
 
 
 class Ledger:
-    """The record of one sharded model's collectives.
+    """The record of everything that one sharded model sends.
 
     Attributes:
         phase: what the model is doing now; the schedule sets it.

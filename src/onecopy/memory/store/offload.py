@@ -38,16 +38,16 @@ class Words:
 
 @dataclass(frozen=True)
 class Offload:
-    """Where model states rest while nobody computes with them (ZeRO-Offload, ZeRO-Infinity).
+    """Where model states are kept while they are not computed with (ZeRO-Offload, ZeRO-Infinity).
 
-    The result is bit for bit that of the same run without it.
+    The result equals, to the last bit, that of the same run without offload.
 
     Attributes:
-        optimizer: where masters, optimizer states and gradients rest: "cpu" (host memory) or the path of a directory,
-            in which each rank keeps one file without a name. None leaves them on the device.
-        parameters: where the slices rest from which stage 3 gathers, in the compute dtype: "cpu", a directory, or None
+        optimizer: where masters, optimizer states and gradients are kept. "cpu": in host memory. The path of a
+            directory: each rank keeps one file without a name there. None: on the device.
+        parameters: where stage 3 keeps the slices that it gathers, in the compute dtype: "cpu", a directory, or None
             for the device.
-        prefetch: units to bring ahead of the one that computes, where ``parameters`` is given.
+        prefetch: how many units to fetch ahead of the one that computes, if ``parameters`` is given.
     """
 
     optimizer: Where = None

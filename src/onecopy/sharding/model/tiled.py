@@ -48,18 +48,18 @@ class TiledLinear(nn.Module):
 
 
 def tiled(linear: nn.Linear, tiles: int = 4) -> TiledLinear:
-    """The layer ``linear`` in ``tiles``, to be put in its place before `onecopy.shard`.
+    """Cut a large linear layer into tiles, so that each tile is gathered by itself. Call it before `onecopy.shard`.
 
-    The result is that of ``linear`` up to the rounding of a matrix product of another shape; the gradient of the input
-    is a sum over tiles. Memory: the values once more while this runs. Its state dict has one entry for each tile, and
-    it loads that of ``linear``.
+    Put the module that it returns in the place of ``linear``. The results are equal up to the rounding of a matrix
+    product of another shape; the gradient of the input is a sum over tiles. Memory: the values once more during this
+    call. The state dict of the new module has one entry for each tile. It also loads the state dict of ``linear``.
 
     Args:
-        tiles: at least 2, at most the number of outputs.
+        tiles: how many tiles: at least 2, at most the number of outputs.
 
     Raises:
-        SettingsError: if it cannot be cut so.
-        UsageError: if it is sharded.
+        SettingsError: if ``linear`` is no `torch.nn.Linear`, or cannot be cut into so many tiles.
+        UsageError: if ``linear`` is sharded already.
     """
     if not isinstance(linear, nn.Linear):
         raise SettingsError(f"onecopy.tiled takes a torch.nn.Linear; found {type(linear).__name__}")

@@ -92,41 +92,41 @@ def shard(
     defragment: bool = False,
     offload: Offload | None = None,
 ) -> ModelT:
-    """Shard a model's states over the ranks, in place. Every rank calls it with the same model and settings.
+    """Cut a model's states into slices over the ranks, in place. Every rank calls it with the same model and settings.
 
     Parameters and buffers take the first rank's values, as with DDP. Afterwards `model.parameters()` are
-    `SlicedTensor`s, and the training loop stays as it was. The model gains two methods: `no_sync()`, a context in which
-    micro-batches are not the last of a step, and `reduce_gradients()`, which ends a step's micro-batches early.
-    Gradients are averaged over ranks; dividing the loss by the number of micro-batches is the loop's business.
+    `SlicedTensor`s, and the training loop stays as it was. The model gains two methods. `no_sync()` is a context for
+    micro-batches that are not the last of a step. `reduce_gradients()` ends a step's micro-batches early. Gradients
+    are averaged over ranks; the training loop divides the loss by the number of micro-batches.
 
     Args:
         model: any module, on the device where it is to train, or on meta (see `materialize`).
-        stage: what is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
+        stage: what is sharded. 0: nothing. 1: optimizer states. 2: gradients too. 3: parameters too.
         mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
             all ranks of the default process group. Without a process group there is one rank.
-        units: scopes gathered as one: "auto", or modules, module classes and names.
-        ignored: parameters to leave as they are, modules with such, or names of either. They stay plain and whole on
-            each rank, with its own values and in their own dtype; nobody averages their gradients but the training
-            loop, before it clips and steps.
+        units: the modules whose parameters are gathered together: "auto", or modules, module classes and names.
+        ignored: parameters to leave as they are, modules that hold such parameters, or names of either. They stay plain
+            and whole on each rank, with its own values and in their own dtype. The training loop must average their
+            gradients itself, before it clips and steps.
         precision: "fp32", "bf16", "bf16-lean" (which holds gradients in bf16 too), "fp16", a `Precision`, or None to
             keep every parameter's own dtype.
-        accumulate: micro-batches in a step; stages 0 and 1 send gradients in the last one only.
-        prefetch: units to gather ahead of the one that computes.
-        optimizer: one made before, or several, to be changed in place to the sliced parameters, their states too. What
-            they need whole (Muon, Adafactor; `needs_whole`) is laid whole.
-        whole: parameters that lie whole in one rank's slice, where optimizers see them as plain tensors: a predicate
+        accumulate: micro-batches in a step. Stages 0 and 1 send gradients in the last one only.
+        prefetch: how many units to gather ahead of the one that computes.
+        optimizer: an optimizer that you made before this call, or several. They and their states are changed in place
+            to the sliced parameters. Parameters that they need whole (Muon, Adafactor; `needs_whole`) are kept whole.
+        whole: parameters kept whole in one rank's slice, where optimizers see plain tensors: a predicate
             (``lambda name, p: p.ndim == 2``), or a list of names, modules, classes of modules and parameters. Their
-            owners are chosen over the whole model, so that ranks compute and hold as much as each other.
-        broadcast_buffers: before each training forward and before each step take the first rank's buffers (running
-            statistics, codebooks), so that they are equal when the model is evaluated or saved. False: each rank keeps
-            its own.
-        activations: recompute units in backward, with their inputs cut over the tensor axis or moved off the device;
-            None leaves activations to the model.
-        bucket_bytes: most bytes of one communication buffer, of which two are in use; gradients of larger units go
+            owners are chosen over the whole model, so that all ranks compute and hold about the same amount.
+        broadcast_buffers: before each training forward and before each step, give all ranks the first rank's buffers
+            (running statistics, codebooks), so that they are equal when the model is evaluated or saved. False: each
+            rank keeps its own.
+        activations: whether to recompute units in backward, and whether their inputs are cut over the tensor axis or
+            moved off the device. None leaves activations to the model.
+        bucket_bytes: most bytes of one communication buffer; two buffers are in use. Gradients of larger units go
             through it in pieces. None: 4 MiB on the CPU, 256 MiB elsewhere.
-        defragment: keep gradients and activation checkpoints in regions of their own (`arena`), so that what lives
-            shorter leaves no holes between them. What the regions have reserved they keep.
-        offload: where model states rest while nobody computes with them, on stages 1 to 3; None: on the device.
+        defragment: keep gradients and activation checkpoints in memory regions of their own (`arena`), so that tensors
+            that live shorter leave no holes between them. The regions keep the memory that they have reserved.
+        offload: where model states are kept while they are not computed with, at stages 1 to 3. None: on the device.
 
     Returns:
         ``model``.
@@ -135,7 +135,7 @@ def shard(
         SettingsError: for a setting that cannot work.
         UsageError: if the model, or a module in it, is sharded already.
         MismatchError: if ranks were given different models or settings.
-        OffloadError: on every rank, if one has no room where its states are to rest; the model is then as it was.
+        OffloadError: on every rank, if one has no room for the states that it offloads. The model is then as it was.
     """
     kind = Stage.of(stage)
     dtypes = Precision.of(precision)
@@ -269,7 +269,7 @@ def shard(
 
 
 def ledger(model: nn.Module) -> Ledger:
-    """The ledger of a sharded model: what its collectives sent, per step and in total.
+    """The ledger of a sharded model: the bytes that this rank has sent, per step and in total.
 
     Raises:
         UsageError: if ``model`` is not what `shard` returned.
@@ -278,7 +278,7 @@ def ledger(model: nn.Module) -> Ledger:
 
 
 def meter(model: nn.Module) -> Meter:
-    """The meter of a sharded model: bytes that it holds on this rank, by category.
+    """The meter of a sharded model: the bytes that the model holds on this rank, by category.
 
     Raises:
         UsageError: if ``model`` is not what `shard` returned.
@@ -298,7 +298,7 @@ def arena(model: nn.Module) -> Arena | None:
 
 
 def padded_numel(model: nn.Module) -> int:
-    """Elements that one gather of the whole model moves: its parameters and the padding between them."""
+    """The number of a sharded model's elements, with padding: what one gather of the whole model brings together."""
     return sum(bucket.layout.padded_numel for unit in engine_of(model).units for bucket in unit.buckets)
 
 

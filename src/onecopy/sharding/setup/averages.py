@@ -36,7 +36,7 @@ class Ema:
         }
 
     def update(self) -> None:
-        """Take the parameters into the average; after `optimizer.step()`. Sends nothing."""
+        """Add the parameters to the average. Call it after `optimizer.step()`. It sends nothing."""
         weight = 1.0 - _checked(self.decay(self.updates) if callable(self.decay) else self.decay)
         parameters = self._parameters()
         self._check_names(parameters)
@@ -113,13 +113,14 @@ class Ema:
 
 
 def ema(model: nn.Module, decay: float | Callable[[int], float] = 0.999) -> Ema:
-    """Average a model's parameters as it trains: `average = onecopy.ema(model, 0.999)`, `average.update()` each step.
+    """Keep a moving average of parameters: `average = onecopy.ema(model, 0.999)`, `average.update()` each step.
 
-    ``model`` is sharded, at any stage, or plain. Make it after `onecopy.shard` and after weights were loaded: the
-    average begins with the parameters as they are. Memory: one fp32 slice of the parameters.
+    ``model`` is sharded, at any stage, or plain. Call this after `onecopy.shard` and after you have loaded weights: the
+    average starts from the parameters as they are. Memory: one fp32 slice of the parameters.
 
     Args:
-        decay: between 0 and 1, or a function from the number of earlier updates to that.
+        decay: weight of the average in each update, between 0 and 1; or a function from the number of earlier updates
+            to that weight.
 
     Raises:
         SettingsError: if ``decay`` is out of range, or the model is on the meta device.

@@ -132,16 +132,17 @@ _NEEDS: Final[dict[str, Need]] = {
 def needs_whole(
     kind: OptimizerT, *, requires: Callable[[Tensor], bool] | None = None, cost: Cost | None = None
 ) -> OptimizerT:
-    """Say of a class of optimizers that its step updates each parameter by itself, and needs it whole. A decorator too.
+    """Declare that a class of optimizers updates each parameter by itself and needs it whole. Also a decorator.
 
-    By itself means: what it does to a parameter depends on that parameter's own values, gradient and states and on the
-    group's settings. A norm over all gradients, or a step size from all of them (Prodigy), does not: each rank's step
-    sees only the whole parameters that it owns. Call `clip_grad_norm_` before the step instead.
+    "By itself" means that the update of a parameter depends only on its own values, gradient and states, and on the
+    settings of its group. An optimizer that takes a norm over all gradients, or a step size from all of them
+    (Prodigy), does not qualify, because each rank's step sees only the whole parameters that the rank owns. Call
+    `clip_grad_norm_` before the step instead.
 
     Args:
-        requires: of a parameter (full shape, dtype), whether it must be whole; None: all must.
-        cost: operations of one parameter's update, by its shape, by which the parameters are spread over ranks; None:
-            in proportion to its elements.
+        requires: a function that says of a parameter (full shape, dtype) whether it must be whole. None: all must.
+        cost: a function from a parameter's shape to the number of operations of its update. The parameters are spread
+            over ranks by this cost. None: the cost is proportional to the number of elements.
 
     Returns:
         ``kind``.

@@ -24,7 +24,7 @@ from onecopy.sharding.setup.api import engine_of
 
 
 class Profile:
-    """What was seen.
+    """What `profile` has recorded.
 
     Attributes:
         timeline: events of computation and collectives.
@@ -60,7 +60,7 @@ class Profile:
 
 @contextmanager
 def profile(model: nn.Module) -> Iterator[Profile]:
-    """Record what a sharded model does inside the block: whole steps, forward to optimizer.
+    """Record what a sharded model does inside the `with` block, which should hold whole steps, forward to optimizer.
 
     Yields:
         A `Profile`, which grows until the block ends.

@@ -30,18 +30,19 @@ def gathered(
 ) -> Iterator[Any]:
     """Make parameters, gradients or optimizer states whole inside a `with` block; every rank must enter it.
 
-    Inside, the modules hold plain `nn.Parameter`s of full shape in the master dtype: generate, inspect, save, edit.
-    Those that tensor parallelism has made DTensors are DTensors again, whose `full_tensor()` is the whole.
-    A module that is called computes as in training: under ``precision=`` with copies in the compute dtype, made at the
-    first call, and with its floating-point inputs cast.
-    Memory: all of the parameters asked for, on every rank, and those copies. Traffic: (N-1)/N of them; with ``write``
-    that much again.
+    Inside, the modules hold plain `nn.Parameter`s of full shape in the master dtype, so that you can generate, inspect,
+    save and edit. Parameters that tensor parallelism has made DTensors are DTensors again; their `full_tensor()` is
+    the whole.
+    A module that is called computes as in training. Under ``precision=`` it uses copies in the compute dtype, made at
+    the first call, and its floating-point inputs are cast.
+    Memory: all parameters of ``target``, on every rank, and those copies. Traffic: (N-1)/N of the parameters; with
+    ``write`` as much again.
 
     Args:
         target: a sharded model or a module in it; one of its parameters, or any other SlicedTensor (a gradient, a
             state of the optimizer), which comes as a plain tensor of full shape; or several of them.
-        write: keep what the block changed, as the rank ``source`` has it. Without it changes are an error.
-        source: a global rank, which sends all that is written to every rank before it is cut. None: the first rank.
+        write: keep the changes that the block made on the rank ``source``. Without ``write``, changes are an error.
+        source: a global rank. It sends its values to every rank, and each rank keeps its slice. None: the first rank.
 
     Yields:
         ``target`` if it is a module; the whole tensor or the list of them otherwise.
@@ -111,8 +112,8 @@ def materialize(
 ) -> nn.Module:
     """Give a model that was sharded on the meta device memory and values, one unit at a time.
 
-    Modules are initialised in the order of `model.modules()` while their parameters are whole, so the values are those
-    that one process would draw. Memory: the slices, and one unit whole beside the root's own parameters.
+    Modules are initialised in the order of `model.modules()` while their parameters are whole, so they get the values
+    that one process would draw. Memory: the slices, one whole unit, and the root's own parameters.
 
     Args:
         model: the sharded model, in place.

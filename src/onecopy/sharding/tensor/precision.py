@@ -15,18 +15,20 @@ PIECE_NUMEL: Final = 2**20
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a sharded model. None leaves the choice as said at each field; non-floating parameters keep theirs.
+    """The dtypes of a sharded model. Each field says what None means there. Non-floating parameters keep their dtype.
 
     Attributes:
-        compute: of whole parameters in forward and backward, and of floating-point inputs of the model and of each
-            unit. None: each parameter's own. Norms with running statistics (BatchNorm) widen theirs to the dtype of
-            the statistics, which are buffers and keep it (`statistics.py`).
-        reduce: of gradients on the wire. None: the compute dtype. Sums over ranks are taken in fp32 or wider on gloo.
-        accumulate: of gradients, kept and summed over micro-batches. None: fp32, or the master dtype where that is
-            wider. A narrower one (bf16 over fp32 masters) halves what gradients take, as ZeRO §3.1 counts them, and
-            rounds: the mean over ranks once, and every sum over micro-batches. `p.grad` still shows the master dtype.
-        master: of the slices that the optimizer updates. None: fp32 under a ``compute`` of half width, else each
-            parameter's own. Frozen parameters keep their own.
+        compute: dtype of whole parameters in forward and backward, and of floating-point inputs of the model and of
+            each unit. None: each parameter's own. Norms with running statistics (BatchNorm) widen their parameters to
+            the dtype of the statistics. The statistics are buffers and keep their dtype (`statistics.py`).
+        reduce: dtype in which gradients are sent. None: the compute dtype. On gloo, sums over ranks are taken in fp32
+            or wider.
+        accumulate: dtype in which gradients are kept and summed over micro-batches. None: fp32, or the master dtype if
+            that is wider. A narrower dtype (bf16 over fp32 masters) halves the memory of gradients, as ZeRO §3.1
+            counts them. It rounds the mean over ranks once, and every sum over micro-batches. `p.grad` still shows
+            the master dtype.
+        master: dtype of the slices that the optimizer updates. None: fp32 if ``compute`` has half width, otherwise
+            each parameter's own. Frozen parameters keep their own.
     """
 
     compute: torch.dtype | None = None

@@ -100,10 +100,11 @@ RULES = RuleTable()
 
 
 class SlicedTensor(torch.Tensor):
-    """Full shape, dtype and device of a parameter; storage of this rank's slice only.
+    """A parameter with its full shape, dtype and device, that stores only this rank's slice.
 
-    Elementwise operations, what optimizers do, act on the local slices. Norms reduce over the shard axis. Every other
-    operation raises `NeedsWholeError`, which names the parameter: use `onecopy.gathered` there.
+    Elementwise operations, such as those of optimizers, act on the local slices. Norms and other reductions of all
+    elements are taken over all ranks. Every other operation raises `NeedsWholeError`, which names the parameter: use
+    `onecopy.gathered` there.
 
     Attributes:
         local: this rank's elements, 1-D, plain tensor; may be empty. Of the tensor's dtype (but see `narrow.py`).
