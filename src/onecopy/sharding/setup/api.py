@@ -101,7 +101,7 @@ def shard(
         stage: what is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.
         mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
             all ranks of the default process group. Without a process group there is one rank.
-        units: scopes gathered as one: "auto", or modules, module classes and names.
+        units: scopes gathered as one: "auto", or modules, module classes and names of either.
         ignored: parameters to leave as they are, modules with such, or names of either. They stay plain and whole on
             each rank, with its own values and in their own dtype; nobody averages their gradients but the training
             loop, before it clips and steps.

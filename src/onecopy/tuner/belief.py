@@ -1,0 +1,151 @@
+"""Belief: what is expected of settings that were not tried, after those that were: the planner, corrected.
+
+One Gaussian process in the logarithm of seconds (or bytes). Its mean is the planner's formula g(θ, x), whose constants
+θ are unknown factors with a log-normal prior; what the formula does not know is a second, short-ranged term r(x), alike
+for settings that are alike:
+
+    y(x) = g(θ, x) + r(x) + noise        θ ~ N(0, S)        r ~ GP(0, R)
+
+With J = ∂g/∂θ at the current θ, A = J S Jᵀ + R + noise and y' = y - g(θ) + Jθ, Gauss-Newton's next θ is S Jᵀ A⁻¹ y', and
+where it stands still the mean at x is g(θ, x) + R(x, ·) A⁻¹ y'. (Rasmussen and Williams, Gaussian Processes for Machine
+Learning, 2.7: explicit basis functions.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onecopy.tuner.candidate import Candidate
+
+Formula = Callable[[Candidate, Sequence[float]], float]
+"""The logarithm of what is expected of a candidate, given θ."""
+
+_STEP: Final = 1e-3
+"""Of the derivative by θ."""
+
+_ROUNDS: Final = 6
+
+
+class Point(NamedTuple):
+    """One measurement: the logarithm of a value, and its standard error."""
+
+    candidate: Candidate
+    value: float
+    error: float
+
+
+class Expected(NamedTuple):
+    """Of one candidate, in logarithms."""
+
+    mean: float
+    sd: float
+
+
+class Belief:
+    """The process, for one quantity.
+
+    Args:
+        formula: g.
+        prior: standard deviations of θ, whose mean is 0.
+        unknown: standard deviation of what the formula does not know.
+
+    Attributes:
+        theta: the constants as they are believed to be.
+    """
+
+    def __init__(self, formula: Formula, prior: Sequence[float], unknown: float) -> None:
+        self.theta = [0.0] * len(prior)
+        self._formula = formula
+        self._prior = torch.diag(torch.tensor(prior, dtype=torch.float64) ** 2)
+        self._unknown = unknown
+        self._points: list[Point] = []
+        self._solved = torch.zeros(0, dtype=torch.float64)
+        self._inverse = torch.zeros(0, 0, dtype=torch.float64)
+        self._jacobian = torch.zeros(0, len(prior), dtype=torch.float64)
+
+    def learn(self, points: Sequence[Point]) -> None:
+        """Believe what was measured; nothing of what was learnt before is kept but the starting point."""
+        self._points = list(points)
+        if not points:
+            return
+        candidates = [point.candidate for point in points]
+        values = _vector([point.value for point in points])
+        unknown = self._alike(candidates, candidates) + torch.diag(_vector([point.error**2 for point in points]))
+        for _ in range(_ROUNDS):
+            theta = _vector(self.theta)
+            self._jacobian = self._derivative(candidates)
+            left = values - _vector([self._formula(one, self.theta) for one in candidates]) + self._jacobian @ theta
+            self._inverse = torch.linalg.inv(self._jacobian @ self._prior @ self._jacobian.T + unknown)
+            self._solved = self._inverse @ left
+            new = self._prior @ self._jacobian.T @ self._solved
+            # The formula bends where messages begin to hide: no more than a factor of e at once.
+            self.theta = (theta + (new - theta).clamp(-1.0, 1.0)).tolist()
+            if float((new - theta).abs().max()) < 1e-4:
+                break
+
+    def at(self, candidates: Sequence[Candidate]) -> list[Expected]:
+        """What is expected of each."""
+        means = _vector([self._formula(one, self.theta) for one in candidates])
+        jacobian = self._derivative(candidates)
+        prior = ((jacobian @ self._prior) * jacobian).sum(1) + self._unknown**2
+        if self._points:
+            alike = self._alike(candidates, [point.candidate for point in self._points])
+            means = means + alike @ self._solved
+            shared = jacobian @ self._prior @ self._jacobian.T + alike
+            prior = prior - ((shared @ self._inverse) * shared).sum(1)
+        return [Expected(m, math.sqrt(max(0.0, v))) for m, v in zip(means.tolist(), prior.tolist(), strict=True)]
+
+    def _derivative(self, candidates: Sequence[Candidate]) -> Tensor:
+        here = [self._formula(one, self.theta) for one in candidates]
+        columns = []
+        for k in range(len(self.theta)):
+            moved = [value + _STEP * (i == k) for i, value in enumerate(self.theta)]
+            there = [self._formula(one, moved) for one in candidates]
+            columns.append([(after - before) / _STEP for before, after in zip(here, there, strict=True)])
+        return torch.tensor(columns, dtype=torch.float64).T.reshape(len(candidates), len(self.theta))
+
+    def _alike(self, some: Sequence[Candidate], others: Sequence[Candidate]) -> Tensor:
+        return self._unknown**2 * torch.tensor(
+            [[math.exp(-distance(one, other)) for other in others] for one in some], dtype=torch.float64
+        ).reshape(len(some), len(others))
+
+
+def distance(one: Candidate, other: Candidate) -> float:
+    """How different two settings are in what the planner's formulas do not know; 0 for the same.
+
+    The weights are assumptions: a change of what is computed or where states rest counts for more than one of how many
+    are gathered ahead.
+    """
+    return (
+        0.5 * (one.stage != other.stage)
+        + 0.25 * abs(math.log2(one.micro_batch / other.micro_batch))
+        + 0.5 * (one.checkpointing != other.checkpointing)
+        + 1.0 * (one.offload != other.offload)
+        + 0.7 * (one.tensor != other.tensor)
+        + 0.3 * (one.replicate != other.replicate)
+        + 0.15 * (one.prefetch != other.prefetch)
+        + 0.15 * (one.bucket_bytes != other.bucket_bytes)
+        + 0.3 * (one.units != other.units)
+        + 0.5 * (one.ranks != other.ranks)
+    )
+
+
+def below(expected: Expected, limit: float) -> float:
+    """The probability of a value below ``limit`` (in logarithms)."""
+    return 0.5 * math.erfc((expected.mean - limit) / max(expected.sd, 1e-9) / math.sqrt(2))
+
+
+def improvement(expected: Expected, best: float) -> float:
+    """By how much a value is expected to be below ``best``, where it is (Mockus' expected improvement)."""
+    sd = max(expected.sd, 1e-9)
+    z = (best - expected.mean) / sd
+    return sd * (z * 0.5 * math.erfc(-z / math.sqrt(2)) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+
+
+def _vector(values: Sequence[float]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.float64)
