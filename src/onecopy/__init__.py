@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from onecopy.sharding.setup.whole import gathered, materialize
     from onecopy.sharding.tensor.precision import Precision
     from onecopy.sharding.tensor.sliced import SlicedTensor
+    from onecopy.tuner.tune import tune
 
 __all__ = [
     "Activations",
@@ -63,6 +64,7 @@ __all__ = [
     "save_pretrained",
     "shard",
     "tiled",
+    "tune",
 ]
 
 _HOMES = {
@@ -83,6 +85,7 @@ _HOMES = {
     "onecopy.sharding.setup.profile": ("Profile", "profile"),
     "onecopy.sharding.tensor.sliced": ("SlicedTensor",),
     "onecopy.sharding.setup.averages": ("Ema", "ema"),
+    "onecopy.tuner.tune": ("tune",),
     "onecopy.sharding.setup.whole": ("gathered", "materialize"),
 }
 

@@ -17,6 +17,7 @@ def main() -> None:
         from onecopy.cli.plan import plan
         from onecopy.cli.report import report
         from onecopy.cli.train import short_names, train
+        from onecopy.cli.tune import tune
         from onecopy.errors import SettingsError
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "pydantic", "rich"):
@@ -31,6 +32,7 @@ def main() -> None:
     )
     app.command("train")(train)
     app.command("plan")(plan)
+    app.command("tune")(tune)
     app.command("report")(report)
     app.command("inspect")(inspect)
     app.command("export")(export)

@@ -18,7 +18,7 @@ from onecopy.sharding.model.discover import Units
 
 
 def shard_as(config: Config, world: World, model: nn.Module) -> nn.Module:
-    """Move the model to this rank's device, cut its blocks over tensor ranks, and shard its states. Every rank calls it.
+    """Move the model to this rank's device, cut its blocks over tensor ranks, shard its states. Every rank calls it.
 
     Args:
         config: one that `checks.resolve` returned.

@@ -6,9 +6,10 @@ for settings that are alike:
 
     y(x) = g(θ, x) + r(x) + noise        θ ~ N(0, S)        r ~ GP(0, R)
 
-With J = ∂g/∂θ at the current θ, A = J S Jᵀ + R + noise and y' = y - g(θ) + Jθ, Gauss-Newton's next θ is S Jᵀ A⁻¹ y', and
-where it stands still the mean at x is g(θ, x) + R(x, ·) A⁻¹ y'. (Rasmussen and Williams, Gaussian Processes for Machine
-Learning, 2.7: explicit basis functions.)
+With J = ∂g/∂θ at the current θ, A = J S Jᵀ + R + noise and y' = y - g(θ) + Jθ, Gauss-Newton's next θ is S Jᵀ A⁻¹ y'.
+Where it stands still the mean at x is g(θ, x) + R(x, ·) A⁻¹ y'. How large r is, the measurements say too: of a few
+sizes the one with the largest evidence is taken. (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2.7:
+explicit basis functions; 5.4: evidence.)
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ _STEP: Final = 1e-3
 
 _ROUNDS: Final = 6
 
+_SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Of the formula's error, as multiples of what it is taken for before anything is measured."""
+
+_SIZES_PRIOR: Final = 0.7
+"""Standard deviation of the logarithm of such a multiple."""
+
 
 class Point(NamedTuple):
     """One measurement: the logarithm of a value, and its standard error."""
@@ -46,13 +53,24 @@ class Expected(NamedTuple):
     sd: float
 
 
+class _Fit(NamedTuple):
+    """The process for one size of the formula's error."""
+
+    size: float
+    evidence: float
+    theta: list[float]
+    solved: Tensor
+    inverse: Tensor
+    jacobian: Tensor
+
+
 class Belief:
     """The process, for one quantity.
 
     Args:
         formula: g.
         prior: standard deviations of θ, whose mean is 0.
-        unknown: standard deviation of what the formula does not know.
+        unknown: standard deviation of what the formula does not know, before measurements say more.
 
     Attributes:
         theta: the constants as they are believed to be.
@@ -63,6 +81,7 @@ class Belief:
         self._formula = formula
         self._prior = torch.diag(torch.tensor(prior, dtype=torch.float64) ** 2)
         self._unknown = unknown
+        self._size = 1.0
         self._points: list[Point] = []
         self._solved = torch.zeros(0, dtype=torch.float64)
         self._inverse = torch.zeros(0, 0, dtype=torch.float64)
@@ -73,44 +92,58 @@ class Belief:
         self._points = list(points)
         if not points:
             return
-        candidates = [point.candidate for point in points]
-        values = _vector([point.value for point in points])
-        unknown = self._alike(candidates, candidates) + torch.diag(_vector([point.error**2 for point in points]))
+        fits = [self._fit(size) for size in _SIZES]
+        best = max(fits, key=lambda fit: fit.evidence)
+        self.theta, self._size = best.theta, best.size
+        self._solved, self._inverse, self._jacobian = best.solved, best.inverse, best.jacobian
+
+    def _fit(self, size: float) -> _Fit:
+        """The constants if the formula's error has such a size."""
+        candidates = [point.candidate for point in self._points]
+        values = _vector([point.value for point in self._points])
+        noise = torch.diag(_vector([point.error**2 for point in self._points]))
+        unknown = self._alike(candidates, candidates, size) + noise
+        theta = torch.zeros(len(self.theta), dtype=torch.float64)
         for _ in range(_ROUNDS):
-            theta = _vector(self.theta)
-            self._jacobian = self._derivative(candidates)
-            left = values - _vector([self._formula(one, self.theta) for one in candidates]) + self._jacobian @ theta
-            self._inverse = torch.linalg.inv(self._jacobian @ self._prior @ self._jacobian.T + unknown)
-            self._solved = self._inverse @ left
-            new = self._prior @ self._jacobian.T @ self._solved
+            jacobian = self._derivative(candidates, theta.tolist())
+            here = _vector([self._formula(one, theta.tolist()) for one in candidates])
+            left = values - here + jacobian @ theta
+            covariance = jacobian @ self._prior @ jacobian.T + unknown
+            inverse = torch.linalg.inv(covariance)
+            solved = inverse @ left
+            new = self._prior @ jacobian.T @ solved
             # The formula bends where messages begin to hide: no more than a factor of e at once.
-            self.theta = (theta + (new - theta).clamp(-1.0, 1.0)).tolist()
-            if float((new - theta).abs().max()) < 1e-4:
+            moved = (new - theta).clamp(-1.0, 1.0)
+            theta = theta + moved
+            if float(moved.abs().max()) < 1e-3:
                 break
+        evidence = -0.5 * float(left @ solved + torch.logdet(covariance))
+        evidence -= 0.5 * (math.log(size) / _SIZES_PRIOR) ** 2
+        return _Fit(size, evidence, theta.tolist(), solved, inverse, jacobian)
 
     def at(self, candidates: Sequence[Candidate]) -> list[Expected]:
         """What is expected of each."""
         means = _vector([self._formula(one, self.theta) for one in candidates])
-        jacobian = self._derivative(candidates)
-        prior = ((jacobian @ self._prior) * jacobian).sum(1) + self._unknown**2
+        jacobian = self._derivative(candidates, self.theta)
+        prior = ((jacobian @ self._prior) * jacobian).sum(1) + (self._size * self._unknown) ** 2
         if self._points:
-            alike = self._alike(candidates, [point.candidate for point in self._points])
+            alike = self._alike(candidates, [point.candidate for point in self._points], self._size)
             means = means + alike @ self._solved
             shared = jacobian @ self._prior @ self._jacobian.T + alike
             prior = prior - ((shared @ self._inverse) * shared).sum(1)
         return [Expected(m, math.sqrt(max(0.0, v))) for m, v in zip(means.tolist(), prior.tolist(), strict=True)]
 
-    def _derivative(self, candidates: Sequence[Candidate]) -> Tensor:
-        here = [self._formula(one, self.theta) for one in candidates]
+    def _derivative(self, candidates: Sequence[Candidate], theta: Sequence[float]) -> Tensor:
+        here = [self._formula(one, theta) for one in candidates]
         columns = []
-        for k in range(len(self.theta)):
-            moved = [value + _STEP * (i == k) for i, value in enumerate(self.theta)]
+        for k in range(len(theta)):
+            moved = [value + _STEP * (i == k) for i, value in enumerate(theta)]
             there = [self._formula(one, moved) for one in candidates]
             columns.append([(after - before) / _STEP for before, after in zip(here, there, strict=True)])
-        return torch.tensor(columns, dtype=torch.float64).T.reshape(len(candidates), len(self.theta))
+        return torch.tensor(columns, dtype=torch.float64).T.reshape(len(candidates), len(theta))
 
-    def _alike(self, some: Sequence[Candidate], others: Sequence[Candidate]) -> Tensor:
-        return self._unknown**2 * torch.tensor(
+    def _alike(self, some: Sequence[Candidate], others: Sequence[Candidate], size: float) -> Tensor:
+        return (size * self._unknown) ** 2 * torch.tensor(
             [[math.exp(-distance(one, other)) for other in others] for one in some], dtype=torch.float64
         ).reshape(len(some), len(others))
 

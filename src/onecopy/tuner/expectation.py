@@ -19,6 +19,7 @@ from onecopy.planner.machine.calibration import Calibration
 from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.schedule import Phase, Schedule, Sizes, Unit
 from onecopy.planner.model.shape import Shape, Work
+from onecopy.planner.quantities import seconds
 from onecopy.recipes.sharded import units_of
 from onecopy.tuner.candidate import Candidate
 from onecopy.tuner.workload import Workload
@@ -75,10 +76,33 @@ class Expectation:
 
     def seconds(self, candidate: Candidate, calibration: Calibration) -> float:
         """Of one step."""
+        return sum(self._parts(candidate, calibration).values())
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a sample; None where samples have none, or nothing was planned yet."""
+        found = next(iter(self._models.values()), None)
+        work = None if found is None else found.measured.shape.work
+        return None if work is None else work.tokens
+
+    def why_slower(self, this: Candidate, other: Candidate, calibration: Calibration) -> str:
+        """Which part of a step takes ``this`` longer than ``other``, by the planner; "" if none does."""
+        mine, others = self._parts(this, calibration), self._parts(other, calibration)
+        name = max(mine, key=lambda part: mine[part] - others[part])
+        more = mine[name] - others[name]
+        return f"{name} takes {seconds(more)} longer, by the planner" if more > 0.005 * sum(others.values()) else ""
+
+    def _parts(self, candidate: Candidate, calibration: Calibration) -> dict[str, float]:
         job, schedule, units = self._told(candidate)
         machine = calibration.applied(replace(self.machine, gpus=candidate.ranks))
         found, _ = step_seconds(job, machine, candidate.option(), schedule, units)
-        return found.total + (calibration.overhead or OVERHEAD) * candidate.accumulate
+        return {
+            "computing": found.compute,
+            "waiting for messages": found.exposed + found.tensor,
+            "the optimizer's step": found.update,
+            "moving states": found.transfer,
+            "starting micro-batches": (calibration.overhead or OVERHEAD) * candidate.accumulate,
+        }
 
     def phases(self, candidate: Candidate) -> dict[Phase, Held]:
         """Bytes of tensors in load, forward, backward and step."""
@@ -138,7 +162,8 @@ class Expectation:
     def _count(self, candidate: Candidate) -> dict[Phase, Held]:
         job, schedule, units = self._told(candidate)
         option = candidate.option()
-        peaks: dict[Phase, Sizes] = {"load": load_bytes(job.shape, units, schedule)} | step_bytes(units, schedule)
+        peaks: dict[Phase, Sizes] = {"load": load_bytes(job.shape, units, schedule)}
+        peaks |= step_bytes(units, schedule)
         return {phase: _split(offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
 
 

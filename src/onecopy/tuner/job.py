@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Checkpoint, Config, Run
 from onecopy.recipes.model import build_architecture
 from onecopy.recipes.schedule import build_optimizer
+from onecopy.recipes.settings import toml
 from onecopy.recipes.sharded import shard_as
 from onecopy.recipes.tokenizer import ByteTokenizer, load_tokenizer
 from onecopy.recipes.world import World
@@ -153,3 +154,30 @@ def check_candidate(config: Config, candidate: Candidate, states: str) -> str | 
     except SettingsError as error:
         return str(error)
     return None
+
+
+def keys_to_paste(config: Config, candidate: Candidate, states: str) -> str:
+    """The keys of `onecopy train`'s config that the candidate decides, as TOML."""
+    chosen = configured(config, candidate, states)
+    lines = []
+    for section, names in _DECIDED.items():
+        values = getattr(chosen, section)
+        usual = type(values)()
+        rows = [
+            f"{name} = {toml(getattr(values, name))}"
+            for name in names
+            # What is always decided, and what differs from what holds where nothing is said.
+            if name in _ALWAYS or getattr(values, name) != getattr(usual, name)
+        ]
+        if rows:
+            lines += [f"[{section}]", *rows, ""]
+    return "\n".join(lines)
+
+
+_DECIDED: Final = {
+    "data": ("batch",),
+    "parallel": ("stage", "ranks", "replicate", "tensor", "accumulate", "prefetch", "bucket_bytes", "units"),
+    "activations": ("recompute", "partition", "keep_on"),
+    "offload": ("optimizer_on", "parameters_on", "units_ahead"),
+}
+_ALWAYS: Final = ("batch", "stage", "ranks", "accumulate")

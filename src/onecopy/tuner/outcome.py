@@ -74,7 +74,8 @@ class Outcome:
     def words(self) -> str:
         """In one line."""
         if self.kind in ("measured", "slow"):
-            assert (timed := self.timed) is not None
+            timed = self.timed
+            assert timed is not None
             cut = ", too slow to go on" if self.kind == "slow" else ""
             return f"{timed.seconds * 1e3:,.1f} ms ± {timed.spread:.1%} at {gigabytes(self.peak)}{cut}"
         where = f" in {self.phase}" + (f" of step {self.step + 1}" if self.phase in PHASES[3:] else "")

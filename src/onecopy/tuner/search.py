@@ -119,9 +119,8 @@ class Search:
     @property
     def calibration(self) -> Calibration:
         """The constants of this machine as they are believed to be."""
-        return replace(
-            self._times(self.seconds.theta), **self._memories(self.bytes.theta), probes=len(self.measured)
-        )
+        times = self._times(self.seconds.theta)
+        return replace(times, **self._memories(self.bytes.theta), probes=len(self.measured))
 
     def expected_seconds(self, candidates: Sequence[Candidate]) -> list[Expected]:
         """Logarithms of the seconds of a step."""

@@ -154,7 +154,8 @@ def space_of(values: dict[str, Any], source: str) -> Space:
                 raise SettingsError(f"states in {source} must be a directory; found {value!r}")
         elif not isinstance(value, list) or not value:
             raise SettingsError(f"{name} in {source} must be a list of values to try; found {value!r}")
-    return Space(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Space(**given)
 
 
 def read_space(path: Path) -> Space:

@@ -67,7 +67,7 @@ class Workload(ABC):
         optimizer.step()
         optimizer.zero_grad()
 
-    def warm(self) -> None:
+    def warm(self) -> None:  # noqa: B027  (most have nothing to import)
         """Import what every probe needs. It must not compute, for probes are forks of the process that calls it."""
 
     @property

@@ -191,7 +191,7 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
     """
     schedule = option.schedule(job)
     units, peaks = _held(job, replace(option, offload="none"))
-    peaks = {phase: _with_overheads(offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
+    peaks = {phase: _with_overheads(offloaded(sizes, option, schedule), machine) for phase, sizes in peaks.items()}
     seconds, sent = step_seconds(job, machine, option, schedule, units)
     samples = machine.gpus // option.tensor * option.micro_batch * option.accumulate
     return Estimate(
@@ -306,9 +306,9 @@ def offloaded(sizes: Sizes, option: Option, schedule: Schedule) -> Sizes:
     return sizes
 
 
-def _with_overheads(sizes: Sizes) -> Sizes:
+def _with_overheads(sizes: Sizes, machine: Machine) -> Sizes:
     live = sum(sizes.values())
-    return {**sizes, "other": sizes["other"] + with_overheads(live) - live}
+    return {**sizes, "other": sizes["other"] + machine.slack * live + machine.context}
 
 
 def _host(job: Job, machine: Machine, option: Option, units: list[Unit]) -> float:

@@ -45,7 +45,7 @@ class Calibration:
     states: float = 1.0
     activations: float = 1.0
     base: float = 0.0
-    probes: int = 0
+    probes: float = 0
 
     def applied(self, machine: Machine) -> Machine:
         """The machine with its constants corrected."""
@@ -63,6 +63,9 @@ class Calibration:
             nvme_bandwidth=machine.nvme_bandwidth / self.transfer,
             link_efficiency=machine.link_efficiency / self.link,
             latency=machine.latency * self.latency,
+            # The planner has one share for all tensors: that of those which grow most.
+            slack=max(self.states, self.activations) - 1,
+            context=self.base or machine.context,
         )
 
     def words(self) -> str:

@@ -54,7 +54,11 @@ class Host:
         threads = str(self._threads)
         environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": "1"}
         # As `onecopy train` has it for its ranks: whole parameters come and go by the megabyte.
-        environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32), "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(2**32),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         if sys.platform == "linux" and "WORLD_SIZE" not in os.environ:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))

@@ -2,7 +2,7 @@
 
 A rank is there within a tenth of a second, where a new interpreter would import for several. The host reads what its
 ranks say, ends those that are silent or late, and has the kernel's count of each one's memory. It is started by
-`client.py`, which reads its answers; if that goes, the host and its ranks go too, and if the host dies, so do its ranks.
+`client.py`, which reads its answers. If the client goes, the host and its ranks go too; if the host dies, so do they.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def _fork(
     if pid:
         os.close(writing)
         return _Child(order.ranks[place], pid, reading)
-    _be_a_rank(workload, order, place, writing, printed, group, host, [reading, *(child.pipe for child in earlier)])
+    others = [reading, *(child.pipe for child in earlier)]
+    return _be_a_rank(workload, order, place, writing, printed, group, host, others)
 
 
 def _be_a_rank(

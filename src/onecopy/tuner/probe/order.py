@@ -1,4 +1,4 @@
-"""Order and report: what a host process is told to try, and what each of its ranks left. Both travel between processes."""
+"""Order and report: what a host process is told to try, and what each of its ranks left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onecopy.tuner.candidate import Candidate
 Phase = Literal["build", "load", "batch", "forward", "backward", "step"]
 
 PHASES: tuple[Phase, ...] = ("build", "load", "batch", "forward", "backward", "step")
-"""The model is built; it is sharded and its optimizer made; a batch is made; then the phases of a step, which repeat."""
+"""The model is built; it is sharded, and its optimizer made; a batch is made; then the phases of each step."""
 
 Ended = Literal["itself", "silence", "time", "peers"]
 """What ended a rank: itself; no sign of life; the probe's time; or that another rank had ended badly."""
