@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -66,6 +67,8 @@ def tune(
     from onecopy.tuner.space import Space, read_space
     from onecopy.tuner.tune import Wanted, objective_of, search_for
 
+    # From here on there is something to close.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     place = directory or Path("runs") / f"tune-{Path(config_file).stem if config_file else 'default'}"
     try:
         config = load(config_file, {})
@@ -137,6 +140,8 @@ def _show(found: Tuned, place: Path, as_json: bool) -> None:
     from onecopy.planner.quantities import gigabytes, seconds
 
     console = Console()
+    # Settings are long, and a table whose cells are broken is hard to read: lines may be longer than the terminal.
+    console = Console(width=max(console.width, 160))
     table = Table("setting", "step", "corrected plan", "speed", "held", "corrected plan", box=None, pad_edge=False)
     for probe in found.probes:
         timed = probe.outcome.timed

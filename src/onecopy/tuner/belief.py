@@ -103,10 +103,10 @@ class Belief:
         values = _vector([point.value for point in self._points])
         noise = torch.diag(_vector([point.error**2 for point in self._points]))
         unknown = self._alike(candidates, candidates, size) + noise
-        theta = torch.zeros(len(self.theta), dtype=torch.float64)
+        # From where it was before, it is near.
+        theta = _vector(self.theta)
         for _ in range(_ROUNDS):
-            jacobian = self._derivative(candidates, theta.tolist())
-            here = _vector([self._formula(one, theta.tolist()) for one in candidates])
+            here, jacobian = self._derivative(candidates, theta.tolist())
             left = values - here + jacobian @ theta
             covariance = jacobian @ self._prior @ jacobian.T + unknown
             inverse = torch.linalg.inv(covariance)
@@ -123,8 +123,7 @@ class Belief:
 
     def at(self, candidates: Sequence[Candidate]) -> list[Expected]:
         """What is expected of each."""
-        means = _vector([self._formula(one, self.theta) for one in candidates])
-        jacobian = self._derivative(candidates, self.theta)
+        means, jacobian = self._derivative(candidates, self.theta)
         prior = ((jacobian @ self._prior) * jacobian).sum(1) + (self._size * self._unknown) ** 2
         if self._points:
             alike = self._alike(candidates, [point.candidate for point in self._points], self._size)
@@ -133,14 +132,15 @@ class Belief:
             prior = prior - ((shared @ self._inverse) * shared).sum(1)
         return [Expected(m, math.sqrt(max(0.0, v))) for m, v in zip(means.tolist(), prior.tolist(), strict=True)]
 
-    def _derivative(self, candidates: Sequence[Candidate], theta: Sequence[float]) -> Tensor:
+    def _derivative(self, candidates: Sequence[Candidate], theta: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """The formula's values, and their derivatives by θ, a row for each candidate."""
         here = [self._formula(one, theta) for one in candidates]
         columns = []
         for k in range(len(theta)):
             moved = [value + _STEP * (i == k) for i, value in enumerate(theta)]
             there = [self._formula(one, moved) for one in candidates]
             columns.append([(after - before) / _STEP for before, after in zip(here, there, strict=True)])
-        return torch.tensor(columns, dtype=torch.float64).T.reshape(len(candidates), len(theta))
+        return _vector(here), torch.tensor(columns, dtype=torch.float64).mT
 
     def _alike(self, some: Sequence[Candidate], others: Sequence[Candidate], size: float) -> Tensor:
         return (size * self._unknown) ** 2 * torch.tensor(

@@ -20,6 +20,10 @@ class Journal:
         identity: what the probes are of; values that JSON has. Space, budget and objective are no part of it: probes
             stay true when these change.
 
+    Attributes:
+        known: probes of before.
+        machine: what `keep_machine` was given then; None if it was not.
+
     Raises:
         SettingsError: if the file is of another search, or no journal.
         WriteError: if it cannot be written.
@@ -27,6 +31,7 @@ class Journal:
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self._path = path
+        self.machine: dict[str, Any] | None = None
         header = json.loads(json.dumps({"tuning": identity}))
         self.known = self._read(header)
         try:
@@ -64,6 +69,9 @@ class Journal:
         for line in lines:
             try:
                 row = json.loads(line)
+                if "machine" in row:
+                    self.machine = row["machine"]
+                    continue
                 known.append((Candidate.from_dict(row["candidate"]), Outcome.from_dict(row["outcome"])))
             except (ValueError, KeyError, TypeError):
                 # A line that was cut.
@@ -76,8 +84,15 @@ class Journal:
         Raises:
             WriteError: if it cannot be written.
         """
+        self._append({"candidate": candidate.as_dict(), "outcome": outcome.as_dict()})
+
+    def keep_machine(self, machine: dict[str, Any]) -> None:
+        """Keep what was found of the machine, from which corrections are counted. Raises as `add` does."""
+        self._append({"machine": machine})
+
+    def _append(self, row: dict[str, Any]) -> None:
         try:
-            self._write({"candidate": candidate.as_dict(), "outcome": outcome.as_dict()})
+            self._write(row)
         except OSError as error:
             raise WriteError(f"cannot write {str(self._path)!r}: {error.strerror}") from None
 

@@ -39,6 +39,9 @@ NOISE: Final = 0.01
 _HOPELESS: Final = 0.02
 """Settings that fit with a smaller probability are not waited for."""
 
+_CAUTION: Final = 1.5
+"""Standard deviations below what is expected at which the best is taken to be that could still come."""
+
 _LEAST: Final = 3
 """Probes that have to be measured before the search may end by itself."""
 
@@ -73,6 +76,7 @@ class Search:
         self._expectation = expectation
         self._start = calibration or Calibration()
         self._base = 0.0
+        self._learnt = True
         trust = 1.0 if calibration is None else _KNOWN_BETTER
         self.seconds = Belief(self._log_seconds, [trust * sd for sd in _TIMES_PRIOR], _UNKNOWN_TIME)
         self.bytes = Belief(self._log_bytes, [trust * sd for sd in _BYTES_PRIOR], _UNKNOWN_BYTES)
@@ -83,7 +87,7 @@ class Search:
         """Take in a probe."""
         self.tried[candidate] = outcome
         self._base = max([known.base for known in self.tried.values()])
-        self._learn()
+        self._learnt = False
 
     @property
     def measured(self) -> dict[Candidate, Outcome]:
@@ -119,15 +123,18 @@ class Search:
     @property
     def calibration(self) -> Calibration:
         """The constants of this machine as they are believed to be."""
+        self._learn()
         times = self._times(self.seconds.theta)
         return replace(times, **self._memories(self.bytes.theta), probes=len(self.measured))
 
     def expected_seconds(self, candidates: Sequence[Candidate]) -> list[Expected]:
         """Logarithms of the seconds of a step."""
+        self._learn()
         return self.seconds.at(candidates)
 
     def expected_bytes(self, candidates: Sequence[Candidate]) -> list[Expected]:
         """Logarithms of the bytes of a rank."""
+        self._learn()
         return self.bytes.at(candidates)
 
     # --- what to do
@@ -149,11 +156,12 @@ class Search:
         goal = self.value(best, self.tried[best])
         if len(self.measured) >= _LEAST:
             hopeful = [one for one, fit in zip(expected, fits, strict=True) if fit >= _HOPELESS]
-            nearest = min(one.mean - one.sd for one in hopeful)
+            nearest = min(one.mean - _CAUTION * one.sd for one in hopeful)
             if nearest >= goal - self.noise(best):
+                gain = math.expm1(max(0.0, goal - nearest))
                 self.ended = (
-                    f"the best that could still come is expected within {math.expm1(max(0.0, goal - nearest)):.1%} of "
-                    f"the best found, which is within its noise of {self.noise(best):.1%}"
+                    f"the best that could still come is better by {gain:.1%} at the most, within the noise of "
+                    f"{self.noise(best):.1%} of the best found"
                 )
                 return None
         gains = [improvement(one, goal) * fit for one, fit in zip(expected, fits, strict=True)]
@@ -207,6 +215,10 @@ class Search:
         return math.log(self._expectation.memory(candidate, replace(self._start, **self._memories(theta))))
 
     def _learn(self) -> None:
+        """Believe what was tried since it was last asked."""
+        if self._learnt:
+            return
+        self._learnt = True
         times, sizes = [], []
         for one, known in self.tried.items():
             if (timed := known.timed) is not None:
@@ -217,7 +229,7 @@ class Search:
         # What ran out needs more than it was allowed; that says something only where less was expected.
         short = [(one, math.log(1.02 * known.needs)) for one, known in self.tried.items() if _ran_out(known)]
         for _ in range(2):
-            expected = self.expected_bytes([one for one, _ in short])
+            expected = self.bytes.at([one for one, _ in short])
             surprises = [
                 Point(one, need, 0.05) for (one, need), it in zip(short, expected, strict=True) if it.mean < need
             ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from onecopy.errors import OnecopyError, SettingsError
 from onecopy.planner.machine.calibration import Calibration, read_calibration, write_calibration
 from onecopy.planner.machine.here import look
-from onecopy.planner.machine.machine import Machine
+from onecopy.planner.machine.machine import Gpu, Machine
 from onecopy.planner.quantities import parse_bytes
 from onecopy.tuner.candidate import Candidate
 from onecopy.tuner.expectation import Expectation
@@ -95,7 +95,10 @@ def tune(
     device: str = "auto",
     calibration: bool = True,
     say: Callable[[str], None] | None = None,
-    **more: Any,
+    probes: int = 1000,
+    limits: Limits | None = None,
+    length: Length | None = None,
+    machine: Machine | None = None,
 ) -> Tuned:
     """Find the best settings for a model and a loop of one's own, by measuring them in processes of their own.
 
@@ -120,7 +123,10 @@ def tune(
         device: "auto", "cpu", "cuda", ...
         calibration: start from what was measured on this machine before, and keep what is measured.
         say: told a line for each probe.
-        more: other fields of `Wanted`.
+        probes: the most that this call starts.
+        limits: what a probe may take beside ``memory``: its time, silence, and a place for control groups.
+        length: how long a probe measures.
+        machine: what ranks run on, as the planner has it; None looks, which takes some seconds.
 
     Returns:
         What was found, on every rank.
@@ -142,7 +148,10 @@ def tune(
         budget,
         directory=None if directory is None else Path(directory),
         calibrate=calibration,
-        **more,
+        probes=probes,
+        limits=limits or Limits(),
+        length=length or Length(),
+        machine=machine,
     )
     return search_for(OwnLoop(build, batches, optimizer, loss, precision, space.states), wanted, say)
 
@@ -209,11 +218,8 @@ class _Lead:
         if isinstance(crew, Given) and any(one.ranks != crew.size for one in candidates):
             raise SettingsError(f"space.ranks must be left out: {crew.size} ranks are given")
         candidates = self._possible(candidates)
-        if wanted.machine is None:
-            machine, self._machine_words = look(None if crew.device == "cpu" and crew.size > 2 else crew.size)
-            machine = replace(machine, gpus=crew.size)
-        else:
-            machine, self._machine_words = wanted.machine, wanted.machine.gpu.name
+        self._journal = self._open_journal()
+        machine, self._machine_words = self._look()
         memory = wanted.memory
         if memory is None and crew.device == "cpu":
             memory = int(_ROOM * (machine.host_memory or machine.gpu.memory * crew.size) / crew.size)
@@ -223,7 +229,23 @@ class _Lead:
         self._expectation.memory(candidates[0], Calibration())
         known = read_calibration() if wanted.calibrate else None
         self._search = Search(candidates, self._expectation, wanted.objective, memory, known)
-        self._journal = self._open_journal()
+        for candidate, outcome in self._journal.known if self._journal else ():
+            self._search.add(candidate, outcome)
+
+    def _look(self) -> tuple[Machine, str]:
+        """The machine, as it was when the journal began: corrections are of what was seen then."""
+        if self._wanted.machine is not None:
+            return self._wanted.machine, self._wanted.machine.gpu.name
+        if self._journal is not None and (kept := self._journal.machine) is not None:
+            return Machine(**kept["values"] | {"gpu": Gpu(**kept["values"]["gpu"])}), kept["words"]
+        here = self._crew.size if self._crew.device == "cpu" else min(self._crew.size, torch.accelerator.device_count())
+        machine, words = look(here)
+        nodes = self._crew.size // here
+        machine = replace(machine, gpus=self._crew.size, nodes=nodes)
+        if self._journal is not None:
+            values = {field.name: getattr(machine, field.name) for field in fields(machine)}
+            self._journal.keep_machine({"values": values | {"gpu": machine.gpu._asdict()}, "words": words})
+        return machine, words
 
     def _possible(self, candidates: list[Candidate]) -> list[Candidate]:
         """Those that the training job would take; the reason of the first refusal if it takes none."""
@@ -248,8 +270,6 @@ class _Lead:
             "memory": self._wanted.memory,
         }
         journal = Journal(self._wanted.directory / JOURNAL, identity)
-        for candidate, outcome in journal.known:
-            self._search.add(candidate, outcome)
         if journal.known:
             self._say(f"going on after {len(journal.known)} probes of {self._wanted.directory / JOURNAL}")
         return journal

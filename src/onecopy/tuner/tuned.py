@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from onecopy.planner.machine.calibration import Calibration
@@ -175,16 +176,10 @@ class Tuned:
             ],
         }
         return {
-            name: (_median([abs(before - 1) for before, _ in found]), _median([abs(after - 1) for _, after in found]))
+            name: (median([abs(before - 1) for before, _ in found]), median([abs(after - 1) for _, after in found]))
             for name, found in pairs.items()
             if found
         }
-
-
-def _median(values: list[float]) -> float:
-    from statistics import median
-
-    return median(values)
 
 
 def _code(name: str, value: Any) -> str:
@@ -195,11 +190,11 @@ def _code(name: str, value: Any) -> str:
         given += [] if value.offload is None else ['offload="cpu"']
         return f"onecopy.Activations({', '.join(given)})"
     if name == "offload":
-        places = [f"optimizer={value.optimizer!r}"]
+        places = [f'optimizer="{value.optimizer}"']
         if value.parameters is not None:
-            places += [f"parameters={value.parameters!r}", f"prefetch={value.prefetch}"]
+            places += [f'parameters="{value.parameters}"', f"prefetch={value.prefetch}"]
         return f"onecopy.Offload({', '.join(places)})"
-    return repr(value)
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def compared(best: Probe, other: Probe, objective: Objective, noise: float, why: str) -> str:

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -61,6 +62,8 @@ class Host:
         }
         if sys.platform == "linux" and "WORLD_SIZE" not in os.environ:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Probes have a store of their own, which that of torchrun's agent is not to stand for.
+        environment = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "onecopy.tuner.probe.host"],
@@ -93,7 +96,11 @@ class Host:
         """End the host, and with it whatever it runs."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                # What was on its way to a process that has ended is lost.
+                with suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
             self._process = None
 
     def __enter__(self) -> Self:

@@ -108,6 +108,8 @@ def _measure(workload: Workload, order: Order, world: World, line: Line) -> None
         torch.accelerator.set_device_index(world.local_rank)
     _limit_memory(order, device)
     line.say(base=process_memory().get("resident", 0))
+    # A user's own code may ask for its place as torchrun's programs do.
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "WORLD_SIZE": str(order.size)}
     if order.size > 1:
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
