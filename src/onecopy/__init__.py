@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from onecopy.sharding.setup.whole import gathered, materialize
     from onecopy.sharding.tensor.precision import Precision
     from onecopy.sharding.tensor.sliced import SlicedTensor
+    from onecopy.tuner.tune import tune
 
 __all__ = [
     "Activations",
@@ -69,6 +70,7 @@ __all__ = [
     "save_pretrained",
     "shard",
     "tiled",
+    "tune",
 ]
 
 _HOMES = {
@@ -92,6 +94,7 @@ _HOMES = {
     "onecopy.sharding.tensor.sliced": ("SlicedTensor",),
     "onecopy.sharding.setup.averages": ("Ema", "ema"),
     "onecopy.sharding.setup.needs": ("needs_whole",),
+    "onecopy.tuner.tune": ("tune",),
     "onecopy.sharding.setup.whole": ("gathered", "materialize"),
 }
 

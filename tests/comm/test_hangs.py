@@ -149,13 +149,13 @@ def test_the_group_of_checkpoints_has_the_limit_that_the_user_set() -> None:
 def test_the_axes_of_a_jobs_mesh_have_the_limit_that_the_config_sets() -> None:
     from onecopy.comm.backends import time_limit
     from onecopy.recipes.settings import load
-    from onecopy.recipes.train import _make_mesh
+    from onecopy.recipes.sharded import mesh_for
     from onecopy.recipes.world import World
 
     config = load(None, {"parallel.replicate": 2, "parallel.tensor": 2, "parallel.timeout": 7.0})
 
     def run(rank: int) -> list[tuple[float, list[int]]]:
-        found = _make_mesh(config, World(rank, rank, 4, torch.device("cpu")))
+        found = mesh_for(config, World(rank, rank, 4, torch.device("cpu")))
         assert found is not None
         groups = [found.get_group(name) for name in ("replicate", "shard", "tensor")]
         return [(time_limit(group).total_seconds(), dist.get_process_group_ranks(group)) for group in groups]

@@ -17,6 +17,7 @@ def main() -> None:
         from onecopy.cli.plan import plan
         from onecopy.cli.report import report
         from onecopy.cli.train import short_names, train
+        from onecopy.cli.tune import tune
         from onecopy.cli.version import version
         from onecopy.errors import SettingsError
     except ModuleNotFoundError as error:
@@ -32,6 +33,7 @@ def main() -> None:
     )
     app.command("train")(train)
     app.command("plan")(plan)
+    app.command("tune")(tune)
     app.command("report")(report)
     app.command("inspect")(inspect)
     app.command("export")(export)

@@ -66,6 +66,14 @@ def plan(
     here: Annotated[
         bool, typer.Option("--here", help="Read this machine, and measure it shortly.", rich_help_panel=_MACHINE)
     ] = False,
+    calibration: Annotated[
+        bool,
+        typer.Option(
+            "--calibration/--no-calibration",
+            help="With --here, the constants that `onecopy tune` has measured on this machine.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = True,
     preset: Annotated[str, _option("safe (15 % of memory stays free), fast, or frugal.", "TEXT", _SHOW)] = "fast",
     zero_r: Annotated[
         bool,

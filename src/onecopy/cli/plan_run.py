@@ -58,6 +58,7 @@ class Request:
     link: str
     intra: str | None
     here: bool
+    calibration: bool
     preset: str
     zero_r: bool
     sweep: str | None
@@ -176,10 +177,20 @@ def _shape(request: Request) -> Shape:
 def _machine(request: Request, console: Console) -> Machine:
     host = parse_bytes(request.host_memory) if request.host_memory else None
     if request.here:
+        from onecopy.planner.machine.calibration import read_calibration
         from onecopy.planner.machine.here import look
 
         found, words = look(request.gpus)
         console.print(words, markup=False, highlight=False, soft_wrap=True)
+        if request.calibration and (known := read_calibration()) is not None:
+            found = known.applied(found)
+            console.print(
+                f"calibrated by {known.probes:.0f} probes of `onecopy tune`: {known.words()}; --no-calibration leaves "
+                f"it out",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
         memory = parse_bytes(request.gpu_memory) if request.gpu_memory else found.gpu.memory
         return replace(found, gpu=found.gpu._replace(memory=memory), host_memory=host or found.host_memory)
     if request.tflops is not None and request.tflops <= 0:

@@ -86,6 +86,12 @@ class Parallel(Section):
     bucket_bytes: int = Field(
         default=0, ge=0, description="Most bytes of one communication buffer; 0: 4 MiB on the CPU, 256 MiB elsewhere."
     )
+    units: str = Field(
+        default="auto",
+        min_length=1,
+        description="What is gathered as one. 'auto': each of the model's repeated blocks. 'one': the whole model. "
+        "Otherwise names of classes or modules, with commas between them.",
+    )
     defragment: bool = Field(
         default=False, description="Keep gradients and activation checkpoints in memory regions of their own."
     )

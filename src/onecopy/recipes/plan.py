@@ -23,6 +23,7 @@ from onecopy.planner.model.tensor import cut
 from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
 from onecopy.recipes.model import build_architecture
+from onecopy.recipes.sharded import units_of
 from onecopy.recipes.world import World
 from onecopy.sharding.setup.paged import SLOTS
 
@@ -53,7 +54,12 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
         return {"input_ids": tokens, "labels": tokens}
 
     try:
-        units = describe_units(lambda: build_architecture(config, vocabulary), batch, precision=parallel.precision)
+        units = describe_units(
+            lambda: build_architecture(config, vocabulary),
+            batch,
+            units=units_of(parallel.units),
+            precision=parallel.precision,
+        )
     except (SettingsError, RuntimeError):
         # No plan is no reason not to train: a model may look at values, which fake tensors have not.
         return None

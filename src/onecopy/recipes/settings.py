@@ -151,11 +151,11 @@ def dump(config: Config) -> str:
         values = getattr(config, section)
         for name, field in table.model_fields.items():
             lines += textwrap.wrap(field.description or "", 100, initial_indent="# ", subsequent_indent="# ")
-            lines.append(f"{name} = {_toml(getattr(values, name))}")
+            lines.append(f"{name} = {toml(getattr(values, name))}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml(value: bool | float | str | list[str]) -> str:
+def toml(value: bool | float | str | list[str]) -> str:
     # For these types JSON's notation is TOML's too, except for a character that TOML wants escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

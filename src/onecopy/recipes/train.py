@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import onecopy
 from onecopy.recipes.account import Account
-from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
 from onecopy.recipes.data import Batch, prepare
 from onecopy.recipes.keeper import Keeper
@@ -27,8 +23,8 @@ from onecopy.recipes.plan import plan_run
 from onecopy.recipes.report import Report, plain_console, print_start, print_summary
 from onecopy.recipes.schedule import build_optimizer, build_schedule
 from onecopy.recipes.settings import dump
+from onecopy.recipes.sharded import shard_as
 from onecopy.recipes.stop import StopRequest
-from onecopy.recipes.tensor_parallel import parallelize
 from onecopy.recipes.watch import Watch
 from onecopy.recipes.world import World
 from onecopy.report.machine import write_machine
@@ -54,21 +50,7 @@ def train(config: Config, world: World) -> bool:
     batches, evaluation_batches, vocabulary = prepare(config, world, directory, say)
 
     torch.manual_seed(config.run.seed)
-    model, mesh = build_model(config, vocabulary).to(world.device), _make_mesh(config, world)
-    if mesh is not None and parallel.tensor > 1:
-        parallelize(model, mesh["tensor"])
-    onecopy.shard(
-        model,
-        parallel.stage,
-        mesh=mesh,
-        precision=parallel.precision,
-        accumulate=parallel.accumulate,
-        prefetch=parallel.prefetch,
-        activations=_activations(config),
-        bucket_bytes=parallel.bucket_bytes or None,
-        defragment=parallel.defragment,
-        offload=offload_of(config),
-    )
+    model = shard_as(config, world, build_model(config, vocabulary))
     # The same weights everywhere, but dropout of its own on each rank that sees data of its own.
     torch.manual_seed(config.run.seed + world.among_data(parallel.tensor).rank)
     optimizer = build_optimizer(model, config.optimizer)
@@ -141,33 +123,6 @@ def _enter_run_directory(config: Config, world: World) -> tuple[Config, Path]:
             (directory / "config.toml").write_text(dump(config), encoding="utf-8")
             write_machine(directory, world.device)
     return config, directory
-
-
-def _make_mesh(config: Config, world: World) -> DeviceMesh | None:
-    """Nearest neighbours share a model (tensor parallelism), the next a copy of its states (hybrid sharding)."""
-    parallel = config.parallel
-    if parallel.replicate == parallel.tensor == 1:
-        return None
-    sizes = (parallel.replicate, world.size // parallel.replicate // parallel.tensor, parallel.tensor)
-    ranks = torch.arange(world.size).view(sizes)
-    # init_device_mesh would give them torch's own time limit of half an hour.
-    groups = [
-        dist.new_subgroups_by_enumeration(
-            ranks.movedim(axis, -1).reshape(-1, size).tolist(), timeout=timedelta(seconds=parallel.timeout)
-        )[0]
-        for axis, size in enumerate(sizes)
-    ]
-    names = ("replicate", "shard", "tensor")
-    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=names)
-
-
-def _activations(config: Config) -> onecopy.Activations | None:
-    chosen = config.activations
-    if not chosen.recompute:
-        return None
-    return onecopy.Activations(
-        partition=chosen.partition, offload=None if chosen.keep_on == "device" else chosen.keep_on
-    )
 
 
 @contextmanager

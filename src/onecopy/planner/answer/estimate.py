@@ -191,7 +191,7 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
     """
     schedule = option.schedule(job)
     units, peaks = _held(job, replace(option, offload="none"))
-    peaks = {phase: _with_overheads(_offloaded(sizes, option, schedule)) for phase, sizes in peaks.items()}
+    peaks = {phase: _with_overheads(offloaded(sizes, option, schedule), machine) for phase, sizes in peaks.items()}
     seconds, sent = step_seconds(job, machine, option, schedule, units)
     samples = machine.gpus // option.tensor * option.micro_batch * option.accumulate
     return Estimate(
@@ -213,7 +213,7 @@ def estimate(job: Job, machine: Machine, option: Option) -> Estimate:
 def _held(job: Job, option: Option) -> tuple[list[Unit], dict[Phase, Sizes]]:
     """The units as one rank holds them, and bytes by phase, nothing offloaded; options differ in that one by one."""
     units, schedule = local_units(job, option), option.schedule(job)
-    peaks: dict[Phase, Sizes] = {"load": _load(job.shape, units, schedule)}
+    peaks: dict[Phase, Sizes] = {"load": load_bytes(job.shape, units, schedule)}
     peaks |= step_bytes(units, schedule)
     peaks["save"] = _save(units, schedule, peaks["step"])
     return units, peaks
@@ -268,7 +268,7 @@ def describe_peak(found: Estimate) -> str:
     return f"{gigabytes(found.peak)} of {gigabytes(found.limit)}, in {found.peak_phase}"
 
 
-def _load(shape: Shape, units: list[Unit], schedule: Schedule) -> Sizes:
+def load_bytes(shape: Shape, units: list[Unit], schedule: Schedule) -> Sizes:
     """The model as it was built, all slices, and one unit's flat copy: what `onecopy.shard` holds at its end.
 
     Of a model that is cut over tensor ranks, the whole of it before that, where that is more.
@@ -291,7 +291,7 @@ def _save(units: list[Unit], schedule: Schedule, step: Sizes) -> Sizes:
     return sizes
 
 
-def _offloaded(sizes: Sizes, option: Option, schedule: Schedule) -> Sizes:
+def offloaded(sizes: Sizes, option: Option, schedule: Schedule) -> Sizes:
     """Without what offloading moves to the host: optimizer states, masters and gradient slices, then parameters."""
     if option.offload == "none":
         return sizes
@@ -306,9 +306,9 @@ def _offloaded(sizes: Sizes, option: Option, schedule: Schedule) -> Sizes:
     return sizes
 
 
-def _with_overheads(sizes: Sizes) -> Sizes:
+def _with_overheads(sizes: Sizes, machine: Machine) -> Sizes:
     live = sum(sizes.values())
-    return {**sizes, "other": sizes["other"] + with_overheads(live) - live}
+    return {**sizes, "other": sizes["other"] + machine.slack * live + machine.context}
 
 
 def _host(job: Job, machine: Machine, option: Option, units: list[Unit]) -> float:

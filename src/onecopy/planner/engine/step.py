@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from onecopy.planner.formulas.buffers import optimizer_temporary_bytes, staging_bytes, staging_limit
+from onecopy.planner.formulas.buffers import optimizer_temporary_bytes, staging_bytes
 from onecopy.planner.model.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, layout, own_numel, padded_numels
 from onecopy.stage import Stage
 
@@ -76,7 +76,7 @@ class _Held:
         if plan.optimizer_tensors:
             counters = 4.0 * sum(len(unit.numels) for unit in self.units)
             base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
-        base["communication"] = min(staging_limit(native=plan.native), max(self.staged, default=0.0))
+        base["communication"] = min(plan.staging_limit, max(self.staged, default=0.0))
         return base
 
     def _staging(self, padded: int) -> float:
@@ -90,7 +90,7 @@ class _Held:
 
     def lingers(self, i: int) -> bool:
         """Whether unit ``i`` is larger than a buffer, so that its gradients wait for their turn."""
-        return self.staged[i] > staging_limit(native=self.plan.native)
+        return self.staged[i] > self.plan.staging_limit
 
     def sizes(self, **moving: float) -> Sizes:
         """All categories; those not given stay as they are all the time."""

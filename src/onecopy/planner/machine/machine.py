@@ -8,6 +8,7 @@ from math import log2
 from typing import Final, NamedTuple
 
 from onecopy.errors import SettingsError
+from onecopy.planner.formulas.buffers import ALLOCATOR_SLACK, CUDA_CONTEXT_BYTES
 from onecopy.planner.formulas.calibrated import CROWDING, LATENCY, LINK_EFFICIENCY, balance_factor, utilisation
 from onecopy.planner.formulas.time import Link
 
@@ -87,6 +88,8 @@ class Machine:
         utilisation: share of the peak that computing reaches; None goes by the model's width and the GPU.
         link_efficiency: share of a link's bandwidth that collectives reach.
         crowding: how much slower a collective is for every doubling of the nodes: 1 / (1 + crowding · log2(nodes)).
+        slack: share of live bytes that an allocator holds beyond them.
+        context: bytes that a rank holds before any tensor.
     """
 
     gpus: int
@@ -101,6 +104,8 @@ class Machine:
     utilisation: float | None = None
     link_efficiency: float = LINK_EFFICIENCY
     crowding: float = CROWDING
+    slack: float = ALLOCATOR_SLACK
+    context: float = CUDA_CONTEXT_BYTES
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.nodes < 1 or self.gpus % self.nodes:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Final, Literal
 
 from onecopy.observe.categories import CATEGORIES as MEASURED
+from onecopy.planner.formulas.buffers import staging_limit
 from onecopy.sharding.bucket.layout import ALIGNMENT, Layout
 from onecopy.stage import Stage
 
@@ -94,6 +95,7 @@ class Schedule:
         optimizer_tensors: states of a parameter's shape in the master dtype; 2 for Adam.
         implementation: of the optimizer: "foreach", "fused" or "for-loop".
         native: the backend has a reduce-scatter of its own (NCCL); gloo's transport stages what peers send, too.
+        bucket_bytes: most bytes of one communication buffer, as `onecopy.shard` takes it; None for its default.
     """
 
     stage: int
@@ -105,11 +107,17 @@ class Schedule:
     optimizer_tensors: int = 2
     implementation: str = "fused"
     native: bool = True
+    bucket_bytes: int | None = None
 
     @property
     def slices(self) -> int:
         """Into how many slices a bucket is cut."""
         return self.shard if Stage.of(self.stage).shards_optimizer else 1
+
+    @property
+    def staging_limit(self) -> float:
+        """Most bytes of the two communication buffers."""
+        return staging_limit(native=self.native) if self.bucket_bytes is None else 2.0 * self.bucket_bytes
 
     @property
     def copies(self) -> int:

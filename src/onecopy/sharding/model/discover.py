@@ -35,7 +35,7 @@ def find_scopes(model: nn.Module, units: Units) -> list[str]:
     """Names of the modules that are units, the root ("") first, in the order of `model.named_modules()`.
 
     Args:
-        units: "auto"; or modules, module classes (every instance) and names, which are taken as they are.
+        units: "auto"; or modules, module classes (every instance) and names of either, which are taken as they are.
 
     Raises:
         SettingsError: if something named is not in the model.
@@ -207,7 +207,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _is_wanted(name: str, module: nn.Module, wanted: object) -> bool:
     if isinstance(wanted, str):
-        return name == wanted
+        return wanted in (name, type(module).__name__)
     if isinstance(wanted, type):
         return isinstance(module, wanted)
     return module is wanted
