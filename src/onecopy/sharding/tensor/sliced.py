@@ -48,6 +48,10 @@ class Slicing:
     spec: TensorSpec | None = None
     is_copy: bool = False
 
+    def __deepcopy__(self, memo: object) -> Slicing:
+        """Itself: it never changes, and there is one such place in the mesh."""
+        return self
+
     @property
     def spread(self) -> tuple[Axis, ...]:
         """The mesh axes along which other elements of the same parameter lie."""
