@@ -427,6 +427,26 @@ def test_parameters_at_rest_can_be_read_edited_averaged_and_saved(tmp_path: Path
     run_ranks(2, run)
 
 
+def test_tensors_of_its_size_are_made_from_a_parameter_at_rest(tmp_path: Path) -> None:
+    """Oracle: what a parameter in memory makes."""
+
+    def run(_: int) -> None:
+        model = onecopy.shard(seeded(Stack), 2, offload=Offload(optimizer=tmp_path))
+        plain = onecopy.shard(seeded(Stack), 2)
+        for at_rest, in_memory in zip(model.parameters(), plain.parameters(), strict=True):
+            for made, expected in (
+                (at_rest.new_zeros(at_rest.size()), in_memory.new_zeros(in_memory.size())),
+                (at_rest.new_full((3,), 2.0), in_memory.new_full((3,), 2.0)),
+            ):
+                assert type(made) is type(expected)
+                values = [
+                    value.local if isinstance(value, onecopy.SlicedTensor) else value for value in (made, expected)
+                ]
+                assert torch.equal(*values)
+
+    run_ranks(1, run, group=False)
+
+
 def test_an_optimizer_made_before_sharding_brings_its_states(tmp_path: Path) -> None:
     def run(_: int) -> None:
         found = []

@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from onecopy.errors import UsageError
 from onecopy.memory.arena import Region
 from onecopy.memory.store.files import File, Transfer, round_up
 
@@ -57,6 +59,12 @@ class Page:
         if count is not None:
             count(self.nbytes)
             weakref.finalize(self, count, -self.nbytes).atexit = False
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise UsageError(
+            "states that rest on disk are not copied, as torch.distributed.checkpoint.async_save does at first: call "
+            "torch.distributed.checkpoint.save, or onecopy.save, which read them one by one."
+        )
 
     def __del__(self) -> None:
         if not self.nbytes or not hasattr(self, "_under_way"):

@@ -352,6 +352,10 @@ class Bucket:
             own = self._own_part(flat).to(master.device)
             return torch.equal(own.view(torch.uint8), master.view(torch.uint8))
 
+    def __deepcopy__(self, memo: object) -> Bucket:
+        """Itself: copies of slices, as checkpoints stage them, are slices of the same bucket."""
+        return self
+
     def _write_begins(self) -> None:
         """The slices are about to change. A gathered copy is stale then, and so is any graph that was built with it."""
         self.changes += 1

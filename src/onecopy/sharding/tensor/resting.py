@@ -129,7 +129,7 @@ class RestingTensor(SlicedTensor):
             return result
         if func is _NORMS:
             return RULES[func](func, args, kwargs)
-        if any(isinstance(argument, list | tuple) for argument in args):
+        if any(_is_column(argument) for argument in args):
             return _in_groups(func, args, kwargs)
         if not func._schema.is_mutable and all(t.dtype == t.page.dtype for t in resting):
             return RULES[func](func, args, kwargs)
@@ -183,9 +183,14 @@ class _Brought:
             transfer.wait()
 
 
+def _is_column(argument: Any) -> bool:
+    """Whether it is a list of tensors, and not one of sizes."""
+    return isinstance(argument, list | tuple) and any(isinstance(item, Tensor) for item in argument)
+
+
 def _in_groups(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Act on some rows of an operation's lists after the other."""
-    num_rows = next(len(a) for a in args if isinstance(a, list | tuple) and any(isinstance(i, Tensor) for i in a))
+    num_rows = next(len(argument) for argument in args if _is_column(argument))
     results: list[Any] = []
     if func is _UNSCALE:
         await_scale(args[1])

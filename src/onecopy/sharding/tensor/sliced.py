@@ -55,6 +55,10 @@ class Slicing:
         """Whether this rank holds all elements of a parameter that is whole."""
         return self.is_whole and self.numel > 0
 
+    def __deepcopy__(self, memo: object) -> Slicing:
+        """Itself: it never changes, and there is one such place in the mesh."""
+        return self
+
     @property
     def spread(self) -> tuple[Axis, ...]:
         """The mesh axes along which other elements of the same parameter lie."""
