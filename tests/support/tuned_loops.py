@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from onecopy.planner.engine.simulate import Batch
 from onecopy.planner.machine.machine import Gpu, Machine
 from onecopy.recipes.world import World
 from onecopy.tuner.candidate import Candidate
@@ -98,13 +98,6 @@ def no_batch(samples: int) -> Any:
     return [samples]
 
 
-def raises_in_probes(samples: int) -> tuple[Tensor, ...]:
-    """As a file that cannot be read would; only where it has values, which the planner's run has not."""
-    if type(torch.zeros(1)) is Tensor:
-        raise OSError("no such file: data.bin")
-    return (torch.randn(samples, WIDTH),)
-
-
 KINDS: Final = ("", "forward", "backward", "step", "load", "hang", "crash", "killed", "raises")
 """Ways to fail, numbered by `fails`."""
 
@@ -115,7 +108,12 @@ def fails(kind: str) -> Candidate:
 
 
 class Faulty(OwnLoop):
-    """`Net` in a loop that fails as the candidate says."""
+    """`Net` in a loop that fails as the candidate says. Of three samples no batch can be made."""
+
+    def batch(self, samples: int) -> Batch:
+        if samples == 3:
+            raise OSError("no such file: data.bin")
+        return super().batch(samples)
 
     def shard(self, model: nn.Module, candidate: Candidate, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
         kind = KINDS[candidate.bucket_bytes]
@@ -130,6 +128,3 @@ class Faulty(OwnLoop):
 
 def _take(*_: Any) -> None:
     taken()
-
-
-Say = Callable[[str], None]

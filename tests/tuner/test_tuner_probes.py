@@ -21,11 +21,12 @@ from onecopy.tuner.probe.client import Host
 from onecopy.tuner.probe.crew import Local
 from onecopy.tuner.probe.groups import Group
 from onecopy.tuner.probe.order import Length, Limits, Order
-from onecopy.tuner.tune import tune
+from onecopy.tuner.space import Space
+from onecopy.tuner.tune import Wanted, search_for, tune
 from onecopy.tuner.workload import OwnLoop
 from places import ROOT
 from train_runs import environment
-from tuned_loops import MACHINE, MUCH, Faulty, batches, build, fails, no_batch, one_too_many, raises_in_probes
+from tuned_loops import MACHINE, MUCH, Faulty, batches, build, fails, no_batch, one_too_many
 
 SHORT = Length(seconds=0.0, least=3, most=3)
 ROOM = 150 * 2**20
@@ -161,9 +162,10 @@ def test_a_batch_function_that_makes_other_samples_fails_before_any_probe() -> N
         tune(build, no_batch, global_batch=8, machine=MACHINE)
 
 
-def test_a_batch_function_that_fails_in_probes_ends_the_search_with_its_error() -> None:
+def test_a_batch_function_that_fails_in_probes_ends_the_search_with_its_error(crew: Local) -> None:
+    wanted = Wanted(6, Space(micro_batch=(3,)), machine=MACHINE, calibrate=False, length=SHORT)
     with pytest.raises(SettingsError, match=r"the batch cannot be made in a probe: OSError: no such file") as raised:
-        tune(build, raises_in_probes, global_batch=8, machine=MACHINE, calibration=False)
+        search_for(Faulty(build, batches), wanted, crew=crew)
     assert "tuned_loops.py" in str(raised.value)
 
 
@@ -221,7 +223,8 @@ import onecopy
 if __name__ == "__main__":
     found = onecopy.tune(
         build, batches, global_batch=8, space={{"stage": [0, 3], "micro_batch": [4], "checkpointing": ["off"],
-        "prefetch": [1]}}, objective="memory", machine=MACHINE, calibration=False, length=Length(0.0, 3, 3), directory={directory!r},
+        "prefetch": [1]}}, objective="memory", machine=MACHINE, calibration=False, length=Length(0.0, 3, 3),
+        directory={directory!r},
     )
     print(json.dumps([found.ranks, len(found.probes), [p.outcome.kind for p in found.probes], found.best is not None]))
 """

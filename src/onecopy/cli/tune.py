@@ -47,6 +47,7 @@ def tune(
         _option("Holds the journal and the result; runs/tune-<config's name> if not given.", "DIR"),
     ] = None,
     probe_limit: Annotated[str, _option("The longest that one probe may take.", "TIME")] = "5m",
+    timed: Annotated[str, _option("For how long a probe times steps; it takes four at the least.", "TIME")] = "3s",
     silence: Annotated[str, _option("A probe without a sign of life for so long hangs.", "TIME")] = "60s",
     control_group: Annotated[
         str, _option("A directory of memory control groups in which probes may make theirs.", "DIR")
@@ -63,7 +64,7 @@ def tune(
     """
     from onecopy.recipes.settings import load
     from onecopy.tuner.job import job_of
-    from onecopy.tuner.probe.order import Limits
+    from onecopy.tuner.probe.order import Length, Limits
     from onecopy.tuner.space import Space, read_space
     from onecopy.tuner.tune import Wanted, objective_of, search_for
 
@@ -84,6 +85,7 @@ def tune(
             memory=_bytes(memory),
             budget=_seconds("budget", budget),
             directory=place,
+            length=Length(_seconds("timed", timed)),
             limits=Limits(None, _seconds("silence", silence), _seconds("probe-limit", probe_limit), control_group),
             calibrate=calibration,
         )

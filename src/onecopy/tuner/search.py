@@ -24,7 +24,7 @@ OBJECTIVES: Final[tuple[Objective, ...]] = ("tokens_per_second", "memory", "cost
 """The shortest step; the least memory, and of as little the shortest step; the fewest rank-seconds a sample."""
 
 TIMES: Final = ("compute", "memory", "link", "latency", "transfer", "overhead")
-_TIMES_PRIOR: Final = (0.7, 0.7, 0.7, 1.0, 0.7, 1.0)
+_TIMES_PRIOR: Final = (0.7, 0.7, 0.7, 1.5, 0.7, 1.5)
 _BYTES_PRIOR: Final = (0.3, 0.3, 0.3)
 _KNOWN_BETTER: Final = 0.3
 """By which the priors shrink where this machine was calibrated before."""
@@ -35,6 +35,9 @@ _UNKNOWN_BYTES: Final = 0.04
 
 NOISE: Final = 0.01
 """Settings whose values differ by a smaller share are alike, however well they repeat."""
+
+NOISIEST: Final = 0.03
+"""A best setting that repeats worse than so is not the end: others are tried while there is a budget."""
 
 _HOPELESS: Final = 0.02
 """Settings that fit with a smaller probability are not waited for."""
@@ -171,7 +174,7 @@ class Search:
         """The share by which a measured value may be off."""
         timed = self.tried[candidate].timed
         assert timed is not None
-        return NOISE if self.objective == "memory" else max(NOISE, 2 * timed.error)
+        return NOISE if self.objective == "memory" else max(NOISE, min(2 * timed.error, NOISIEST))
 
     def is_hopeless(self, candidate: Candidate) -> bool:
         """Whether the setting is sure to need more than another setting that ran out of memory."""

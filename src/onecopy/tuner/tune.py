@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -169,18 +170,21 @@ def objective_of(name: str) -> Objective:
     raise SettingsError(f"objective must be one of {', '.join(OBJECTIVES)}; found {name!r}, did you mean {close!r}?")
 
 
-def search_for(workload: Workload, wanted: Wanted, say: Callable[[str], None] | None = None) -> Tuned:
-    """Search for the best settings of a workload. Raises as `tune` does."""
+def search_for(
+    workload: Workload, wanted: Wanted, say: Callable[[str], None] | None = None, crew: Crew | None = None
+) -> Tuned:
+    """Search for the best settings of a workload. Raises as `tune` does.
+
+    Args:
+        crew: ranks to probe on, which stay open; None takes those that are given, or starts some.
+    """
     if wanted.global_batch < 1:
         raise SettingsError(f"global_batch must be positive; found {wanted.global_batch}")
     device = wanted.device
     if device == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         device = found.type if found else "cpu"
-    given = dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if given and wanted.ranks is not None:
-        raise SettingsError("ranks are given by the process group or torchrun; leave ranks out")
-    with Given(workload, device) if given else Local(workload, _ranks(wanted, device), device) as crew:
+    with _crew(workload, wanted, device) if crew is None else nullcontext(crew) as crew:
         if not crew.leads:
             while crew.share(False):
                 crew.probe(Candidate(0, 1, 1, 1), Length(), Limits())
@@ -197,12 +201,18 @@ def search_for(workload: Workload, wanted: Wanted, say: Callable[[str], None] | 
     return outcome
 
 
-def _ranks(wanted: Wanted, device: str) -> int:
-    if wanted.ranks is not None:
-        if wanted.ranks < 1:
-            raise SettingsError(f"ranks must be positive; found {wanted.ranks}")
-        return wanted.ranks
-    return 2 if device == "cpu" else max(1, torch.accelerator.device_count())
+def _crew(workload: Workload, wanted: Wanted, device: str) -> Crew:
+    """The ranks that a process group or torchrun has, or new ones."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if wanted.ranks is not None:
+            raise SettingsError("ranks are given by the process group or torchrun; leave ranks out")
+        return Given(workload, device)
+    ranks = wanted.ranks
+    if ranks is None:
+        ranks = 2 if device == "cpu" else max(1, torch.accelerator.device_count())
+    if ranks < 1:
+        raise SettingsError(f"ranks must be positive; found {ranks}")
+    return Local(workload, ranks, device)
 
 
 class _Lead:
