@@ -10,13 +10,13 @@ from onecopy.planner.available import missing
 from onecopy.planner.engine.step import step_bytes
 from onecopy.planner.formulas.activations import LOSS_BYTES, block_parallel_elements
 from onecopy.planner.formulas.buffers import pinned_bytes, with_overheads
-from onecopy.planner.formulas.calibrated import HIDDEN_SHARE
+from onecopy.planner.formulas.calibrated import HIDDEN_SHARE, LAUNCH, TENSOR_LAUNCH
 from onecopy.planner.formulas.offload import cpu_step_seconds
 from onecopy.planner.formulas.time import StepSeconds, all_reduce_seconds, gather_seconds, overlap, step_flops
 from onecopy.planner.formulas.traffic import step_elements
 from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels
-from onecopy.planner.model.shape import Checkpointing, Shape, Work, kept_bytes
+from onecopy.planner.model.shape import Checkpointing, Shape, Work, is_block, kept_bytes
 from onecopy.planner.model.tensor import cut
 from onecopy.planner.quantities import gigabytes
 from onecopy.stage import Stage
@@ -365,6 +365,10 @@ def step_seconds(
     passes = (4 if recompute else 3) * option.accumulate
     moved = passes * widths.compute * sum(unit.all_parameters for unit in units)
     compute += moved / machine.gpu.memory_bandwidth
+    tensor = _tensor_seconds(job, machine, option)
+    # However few tokens there are, the host launches every block's kernels, in a recomputation once more.
+    launch = (TENSOR_LAUNCH if option.tensor > 1 else LAUNCH) * sum(map(is_block, units))
+    compute = max(compute, launch * passes / 3 - tensor)
     padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
     trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
     gathers_frozen = Stage.of(option.stage).shards_parameters
@@ -393,7 +397,6 @@ def step_seconds(
     own = trained / _slices(option)
     update, transfer = _update_seconds(job, machine, option, own, compute)
     transfer += _fetch_seconds(machine, option, units, compute)
-    tensor = _tensor_seconds(job, machine, option)
     return found._replace(update=update, transfer=transfer, tensor=tensor), sent
 
 

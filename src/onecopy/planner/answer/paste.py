@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from onecopy.planner.answer.advice import Advice
+from onecopy.planner.answer.errors import errors
 from onecopy.planner.answer.estimate import Estimate, Job, Option
 from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.tensor import KNOWN
@@ -129,6 +130,7 @@ def as_dict(job: Job, machine: Machine, advice: Advice) -> dict[str, Any]:
             "link": machine.link,
             "host_memory": machine.host_memory,
         },
+        "errors": errors(machine, job.shape)._asdict(),
         "reason": advice.reason,
         "best": estimate_dict(advice.best),
         "runner_up": estimate_dict(advice.runner_up),
