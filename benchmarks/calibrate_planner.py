@@ -113,7 +113,16 @@ def planned_memory(run: Run) -> float:
     block = (hidden * hidden,) * 4 + (hidden * wide,) * 3 + (hidden, hidden)
     units = (Unit("", (table, hidden)), *(Unit(f"layers.{i}", block) for i in range(layers)))
     shape = Shape(run.model, units, Transformer(layers, hidden, 32, sizes.vocabulary, HIDDEN_COPIES["llama"]))
-    option = Option(run.stage, run.micro_batch, run.micro_batches, "off", "none", run.data, tensor=run.tensor)
+    option = Option(
+        run.stage,
+        run.micro_batch,
+        run.micro_batches,
+        "off",
+        "none",
+        run.data,
+        tensor=run.tensor,
+        sequence=run.tensor > 1,
+    )
     machine = Machine(run.data * run.tensor, GPUS["h100"], nodes=run.nodes)
     return live_bytes(estimate(Job(shape, SEQUENCE), machine, option))
 

@@ -53,7 +53,7 @@ def train(config: Config, world: World) -> bool:
     torch.manual_seed(config.run.seed)
     model, mesh = build_model(config, vocabulary).to(world.device), _make_mesh(config, world)
     if mesh is not None and parallel.tensor > 1:
-        parallelize(model, mesh["tensor"])
+        parallelize(model, mesh["tensor"], sequence=parallel.sequence)
     onecopy.shard(
         model,
         parallel.stage,
@@ -163,7 +163,8 @@ def _activations(config: Config) -> onecopy.Activations | None:
     if not chosen.recompute:
         return None
     return onecopy.Activations(
-        partition=chosen.partition, offload=None if chosen.keep_on == "device" else chosen.keep_on
+        partition=chosen.partition and not config.parallel.sequence,
+        offload=None if chosen.keep_on == "device" else chosen.keep_on,
     )
 
 

@@ -21,7 +21,7 @@ from onecopy.planner.formulas.activations import HIDDEN_COPIES
 from onecopy.planner.model.loss import chunks_loss
 from onecopy.planner.model.schedule import Unit
 from onecopy.planner.model.shape import Shape, Transformer, Work, from_count
-from onecopy.planner.model.tensor import KNOWN
+from onecopy.planner.model.tensor import KNOWN, SEQUENCE
 from onecopy.planner.quantities import count, parse_count
 
 
@@ -173,6 +173,7 @@ def transformer_of(config: Mapping[str, Any]) -> Transformer | None:
         first("num_key_value_heads"),
         family in KNOWN,
         chunks=chunks_loss(config),
+        cuts_sequence=family in SEQUENCE,
     )
 
 

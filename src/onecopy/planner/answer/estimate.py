@@ -72,6 +72,8 @@ class Option:
         shard, replicate: N, and how often each slice is held.
         prefetch: units gathered ahead.
         tensor: M, ranks that share each sample and each block.
+        sequence: what stands between blocks is cut over them along the sequence, embedding and head along the
+            vocabulary.
     """
 
     stage: int
@@ -83,6 +85,7 @@ class Option:
     replicate: int = 1
     prefetch: int = 1
     tensor: int = 1
+    sequence: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -112,7 +115,7 @@ class Option:
         """The option in one line."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} × {self.accumulate}"]
         if self.tensor > 1:
-            parts.append(f"tensor {self.tensor}")
+            parts.append(f"tensor {self.tensor}{' along the sequence' if self.sequence else ''}")
         if self.checkpointing != "off":
             parts.append(f"checkpointing {self.checkpointing}")
         if self.offload != "none":
@@ -240,10 +243,11 @@ def local_units(job: Job, option: Option) -> list[Unit]:
         job.sequence,
         option.checkpointing,
         tensor=option.tensor,
+        along_sequence=option.sequence,
         element_bytes=job.widths.compute,
         loss_bytes=job.loss_bytes,
     )
-    return units if sizes is None else cut(units, sizes.hidden, option.tensor)
+    return units if sizes is None else cut(units, sizes.hidden, option.tensor, ends=option.sequence)
 
 
 def activations_sent(job: Job, option: Option) -> float:
