@@ -111,6 +111,37 @@ def test_no_config_is_pasted_that_trains_another_model() -> None:
     assert "onecopy train" not in _plan("plan_images:build", "--gpus", 1).stdout
 
 
+def test_what_bitsandbytes_packs_is_answered_by_formula() -> None:
+    """By hand: 1,024,000 weights of 0.5625 bytes, 16,000 trained of 16; 1e9 parameters with two moments of a byte."""
+    said = _plan("plan_models:qlora", "--gpus", 1, code=2).stderr
+    assert "Linear4bit of bitsandbytes, which onecopy cannot shard" in said
+    assert "0.6 MB of packed weights" in said
+    assert "0.3 MB for 16,000 trained parameters" in said
+    said = _plan("1e9", "--gpus", 1, "--optimizer", "adamw_8bit", code=2).stderr
+    assert "2.03 GB of moments for the 1 B parameters where AdamW keeps 8.00 GB; stage 1 on 4 GPUs" in said
+
+
+def test_the_loss_is_planned_in_chunks_where_the_model_can(tmp_path: Path) -> None:
+    """Oracle: 14 bytes for each of 2048 × 50,304 logits whole (`logits_bytes`), of a bf16 run of one sample."""
+    job = ("1.3e9", "--gpus", 8, "--stage", 3, "--micro-batch", 1, "--checkpointing", "off")
+    whole, chunked = (
+        _data(*job, "--loss", kind)["best"]["memory"]["forward"]["logits"] for kind in ("whole", "chunked")
+    )
+    assert whole == pytest.approx(14 * 2048 * 50_304, rel=0.01)
+    assert chunked < whole / 2
+    assert "onecopy.chunk_loss(model)" in _plan(*job).stdout
+    assert "chunk_loss" not in _plan(*job, "--loss", "whole").stdout
+    assert "[loss]\nchunked = false" in _plan(*job, "--loss", "whole").stdout
+
+
+def test_blocks_along_the_sequence_are_pasted() -> None:
+    """A tensor degree cuts along the sequence, for the models that onecopy can cut so."""
+    said = _plan("7e9", "--gpus", 8, "--tensor", 8, "--stage", 1, "--micro-batch", 1).stdout
+    assert "tensor 8 along the sequence" in said
+    assert 'parallelize(model, mesh["tensor"], sequence=True)' in said
+    assert "sequence = true" in said
+
+
 def test_sizes_instead_of_a_model() -> None:
     data = _data("--layers", 48, "--hidden", 1600, "--vocabulary", 50257, "--gpus", 8)
     assert data["model"]["parameters"] / 1e9 == pytest.approx(1.56, abs=0.01)

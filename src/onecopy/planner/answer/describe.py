@@ -17,6 +17,7 @@ from traceback import extract_tb
 from typing import Any, Final
 
 from onecopy.errors import SettingsError
+from onecopy.planner.answer.quantised import packed
 from onecopy.planner.formulas.activations import HIDDEN_COPIES
 from onecopy.planner.model.loss import chunks_loss
 from onecopy.planner.model.schedule import Unit
@@ -248,6 +249,8 @@ def _units_of(build: Callable[[], Any], batch: Callable[[], Any] | None) -> list
             raise SettingsError(f"the factory must make an nn.Module; found {type(model).__name__}")
         if not any(True for _ in model.parameters()):
             raise SettingsError(f"{type(model).__name__} has no parameters to plan for")
+        if (found := packed(model)) is not None:
+            raise SettingsError(found)
         return model
 
     with redirect_stdout(sys.stderr):
