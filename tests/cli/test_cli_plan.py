@@ -124,9 +124,8 @@ def test_what_bitsandbytes_packs_is_answered_by_formula() -> None:
 def test_the_loss_is_planned_in_chunks_where_the_model_can(tmp_path: Path) -> None:
     """Oracle: 14 bytes for each of 2048 × 50,304 logits whole (`logits_bytes`), of a bf16 run of one sample."""
     job = ("1.3e9", "--gpus", 8, "--stage", 3, "--micro-batch", 1, "--checkpointing", "off")
-    whole, chunked = (
-        _data(*job, "--loss", kind)["best"]["memory"]["forward"]["logits"] for kind in ("whole", "chunked")
-    )
+    plans = [_data(*job, "--loss", kind)["best"] for kind in ("whole", "chunked")]
+    whole, chunked = (plan["memory"]["forward"]["logits"] for plan in plans)
     assert whole == pytest.approx(14 * 2048 * 50_304, rel=0.01)
     assert chunked < whole / 2
     assert "onecopy.chunk_loss(model)" in _plan(*job).stdout

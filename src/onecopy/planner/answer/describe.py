@@ -17,7 +17,7 @@ from traceback import extract_tb
 from typing import Any, Final
 
 from onecopy.errors import SettingsError
-from onecopy.planner.answer.quantised import packed
+from onecopy.planner.answer.quantised import PACKED, packed
 from onecopy.planner.formulas.activations import HIDDEN_COPIES
 from onecopy.planner.model.loss import chunks_loss
 from onecopy.planner.model.schedule import Unit
@@ -238,12 +238,15 @@ def _units_of(build: Callable[[], Any], batch: Callable[[], Any] | None) -> list
     # Late: torch takes seconds, and most plans need none of it.
     from torch import nn
 
+    from onecopy.planner.engine.fake import on_meta
     from onecopy.planner.engine.simulate import describe_units
 
     def checked() -> nn.Module:
         try:
             model = build()
         except Exception as error:
+            if any(kind in str(error) for kind in PACKED) and (found := packed(on_meta(build))) is not None:
+                raise SettingsError(found) from error
             raise SettingsError(f"the model cannot be built: {_in_a_line(error)}{_place(error)}") from error
         if not isinstance(model, nn.Module):
             raise SettingsError(f"the factory must make an nn.Module; found {type(model).__name__}")

@@ -11,8 +11,11 @@ from typing import Any, Final
 from onecopy.planner.quantities import gigabytes
 
 WEIGHT_BYTES: Final = {"Linear4bit": 0.5 + 4 / 64, "Linear8bitLt": 1.0}
-"""Bytes of a weight: half a byte and a scale of 4 bytes for each 64 (QLoRA §3; its double quantisation leaves 0.127 bits
-of the scale); a byte, and a scale for each row, which is next to nothing (LLM.int8())."""
+"""Bytes of a weight: half a byte and a scale of 4 bytes for each 64 (QLoRA §3; double quantisation leaves 0.127 bits of
+the scale); a byte, and a scale for each row, which is next to nothing (LLM.int8())."""
+
+PACKED: Final = ("Params4bit", "Int8Params")
+"""Its parameters, which cannot be made of fake tensors; an error names them."""
 
 MOMENT_BYTES: Final = 1 + 4 / 256
 """Of one of Adam's moments: a byte, and a scale of 4 bytes for each 256 (Dettmers et al., 8-bit Optimizers, §2)."""
@@ -52,6 +55,6 @@ def eight_bit(parameters: float) -> str:
     whole, small = 8 * parameters, 2 * MOMENT_BYTES * parameters
     return (
         f"onecopy runs PyTorch's AdamW on its slices, no 8-bit one. By formula an 8-bit AdamW keeps {gigabytes(small)} "
-        f"of moments for the {parameters / 1e9:.3g} B parameters where AdamW keeps {gigabytes(whole)}; stage 1 on 4 GPUs "
-        f"keeps {gigabytes(whole / 4)} on each, of the same values. Give --optimizer fused, foreach or for-loop"
+        f"of moments for the {parameters / 1e9:.3g} B parameters where AdamW keeps {gigabytes(whole)}; stage 1 on 4 "
+        f"GPUs keeps {gigabytes(whole / 4)} on each, of the same values. Give --optimizer fused, foreach or for-loop"
     )
