@@ -4,11 +4,11 @@
 
 The runs are those behind the Ultra-Scale Playbook's chart (Apache-2.0, see data/README.md): a Llama of 1.34B or 3.57B
 parameters, s = 4096, nanotron, 1 to 64 nodes of 8 H100. Used are those that finished without pipeline parallelism; for
-time those without tensor parallelism too. Every second run is fitted, and the others are what the errors are taken
-from; the times of tensor-parallel runs are predicted without being fitted.
+time first those without tensor parallelism, and then, these constants fixed, all of them. Every second run is fitted,
+and the others are what the errors are taken from. Those on 64 nodes, up to ten times slower than the same on 32, are
+not fitted and stand apart.
 
-Then the whole planner against speeds of FSDP that others published (llm-foundry, torchtitan): of these only the ratio
-of A100 to H100 was fitted (`Gpu.reach`), and nothing of H100's or torchtitan's.
+Then the whole planner against what others published, see `published_runs.py`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from onecopy.planner.answer.estimate import Estimate, Job, Option, estimate
-from onecopy.planner.formulas.activations import IN_PLACE_LOSS_BYTES, LOSS_BYTES
+from onecopy.planner.answer.estimate import Job, Option, estimate
+from onecopy.planner.formulas.activations import HIDDEN_COPIES
 from onecopy.planner.formulas.calibrated import utilisation
 from onecopy.planner.formulas.memory import model_state_bytes
-from onecopy.planner.formulas.time import all_reduce_seconds, overlap, step_flops
+from onecopy.planner.formulas.time import Link, all_reduce_seconds, overlap, step_flops
 from onecopy.planner.machine.machine import GPUS, Machine
-from onecopy.planner.model.shape import Checkpointing, from_sizes
+from onecopy.planner.model.schedule import Unit
+from onecopy.planner.model.shape import Shape, Transformer
+from published_runs import describe, live_bytes, print_published
 
-PUBLISHED = Path(__file__).parent / "data" / "published_fsdp.csv"
 RUNS = Path(__file__).parent / "data" / "playbook_runs.csv"
 SEQUENCE = 4096
 
@@ -103,6 +104,29 @@ def memory_terms(run: Run) -> list[float]:
     return [own, sharded, hidden, hidden / run.tensor, logits]
 
 
+def planned_memory(run: Run) -> float:
+    """Bytes of live tensors as the planner counts them for onecopy, nothing of which is fitted on these runs."""
+    sizes = MODELS[run.model]
+    hidden, layers, table = sizes.hidden, sizes.layers, sizes.vocabulary * sizes.hidden
+    # As wide as the parameters say; nothing depends on how they are shared between attention and MLP.
+    wide = round(((sizes.parameters - table - hidden) / layers - 4 * hidden**2 - 2 * hidden) / 3 / hidden)
+    block = (hidden * hidden,) * 4 + (hidden * wide,) * 3 + (hidden, hidden)
+    units = (Unit("", (table, hidden)), *(Unit(f"layers.{i}", block) for i in range(layers)))
+    shape = Shape(run.model, units, Transformer(layers, hidden, 32, sizes.vocabulary, HIDDEN_COPIES["llama"]))
+    option = Option(
+        run.stage,
+        run.micro_batch,
+        run.micro_batches,
+        "off",
+        "none",
+        run.data,
+        tensor=run.tensor,
+        sequence=run.tensor > 1,
+    )
+    machine = Machine(run.data * run.tensor, GPUS["h100"], nodes=run.nodes)
+    return live_bytes(estimate(Job(shape, SEQUENCE), machine, option))
+
+
 def fit_memory(runs: Sequence[Run]) -> Any:
     """Weights of `memory_terms` with the least squared relative error."""
     terms = numpy.array([memory_terms(run) for run in runs])
@@ -123,7 +147,21 @@ class TimeConstants:
     hidden_share: float
 
 
-def predicted_speed(run: Run, constants: TimeConstants) -> float:
+@dataclass(frozen=True)
+class TensorConstants:
+    """See `onecopy.planner.formulas.calibrated`; the first two are seconds of a block."""
+
+    launch: float
+    tensor_launch: float
+    efficiency: float
+    latency: float
+
+
+NO_FLOOR = TensorConstants(0.0, 0.0, 1.0, 0.0)
+"""What the first fit takes, whose runs have no tensor axis."""
+
+
+def predicted_speed(run: Run, constants: TimeConstants, tensor: TensorConstants = NO_FLOOR) -> float:
     """Tokens a second and GPU by the planner's formulas."""
     sizes, gpu = MODELS[run.model], GPUS["h100"]
     tokens = run.micro_batch * run.micro_batches * SEQUENCE
@@ -141,10 +179,11 @@ def predicted_speed(run: Run, constants: TimeConstants) -> float:
     # reduce-scatter of twice the bytes.
     layer = 2 * sizes.parameters / sizes.layers / run.tensor
     buckets = [(layer, layer * (2 if run.stage else 1))] * sizes.layers
+    compute = operations / run.tensor / (gpu.peak * utilisation(sizes.hidden, constants.utilisation, constants.growth))
     found = overlap(
         run.stage,
         buckets,
-        operations / run.tensor / (gpu.peak * utilisation(sizes.hidden, constants.utilisation, constants.growth)),
+        compute,
         shard=run.data,
         micro_batches=run.micro_batches,
         link=machine.shard_link(run.data, run.tensor),
@@ -152,8 +191,11 @@ def predicted_speed(run: Run, constants: TimeConstants) -> float:
     )
     # Two all-reduces of the hidden state in forward and two in backward, as the planner counts them.
     hidden_state = 2 * run.micro_batch * SEQUENCE * sizes.hidden
-    messages = 4 * all_reduce_seconds(hidden_state, run.tensor, machine.tensor_link())
-    return tokens / (found.total + messages * sizes.layers * run.micro_batches) / run.tensor
+    link = Link(gpu.intra * tensor.efficiency, tensor.latency)
+    messages = 4 * sizes.layers * all_reduce_seconds(hidden_state, run.tensor, link)
+    least = sizes.layers * (tensor.tensor_launch if run.tensor > 1 else tensor.launch)
+    work = run.micro_batches * max(compute / run.micro_batches + messages, least)
+    return tokens / (work + found.exposed) / run.tensor
 
 
 def fit_time(runs: Sequence[Run]) -> TimeConstants:
@@ -189,45 +231,33 @@ def fit_time(runs: Sequence[Run]) -> TimeConstants:
     return best
 
 
-def published() -> list[dict[str, str]]:
-    """Rows of published speeds, see data/README.md."""
-    return list(csv.DictReader(PUBLISHED.open()))
+def fit_tensor(runs: Sequence[Run], constants: TimeConstants) -> TensorConstants:
+    """Likewise, with the others fixed."""
+    generator = random.Random(0)
+
+    def loss(tensor: TensorConstants) -> float:
+        return sum(abs(math.log(predicted_speed(run, constants, tensor) / run.speed)) for run in runs)
+
+    best = TensorConstants(5e-4, 4e-3, 0.5, 1e-5)
+    lowest = loss(best)
+    for width in (0.5, 0.2, 0.05, 0.02):
+        for _ in range(300):
+            values = [value * math.exp(generator.gauss(0, width)) for value in astuple(best)]
+            tried = TensorConstants(values[0], values[1], min(1.0, values[2]), values[3])
+            if (found := loss(tried)) < lowest:
+                best, lowest = tried, found
+    return best
 
 
-def planned(row: dict[str, str]) -> Estimate:
-    """What the planner says of a published run: FSDP's full sharding is stage 3.
-
-    A100 nodes of llm-foundry have 200 Gbit/s a GPU; of the others 400 Gbit/s are taken.
-    """
-    layers, hidden, gpus = int(row["layers"]), int(row["hidden"]), int(row["gpus"])
-    # The MLP is made as wide as the parameters say, whatever the family.
-    wide = round((int(row["parameters"]) - 50_304 * hidden) / layers / hidden / 2 - 2 * hidden)
-    shape = from_sizes(layers, hidden, intermediate=wide)
-    # llm-foundry's MPT takes flash-attention's cross-entropy, which writes over the logits.
-    loss = IN_PLACE_LOSS_BYTES if row["source"] == "llm-foundry" else LOSS_BYTES
-    job = Job(shape, int(row["seq"]), "bf16", "fused", loss)
-    slow = row["source"] == "llm-foundry" and row["gpu"].startswith("a100")
-    machine = Machine(gpus, GPUS[row["gpu"]], max(1, gpus // 8), link=25e9 if slow else 50e9)
-    kind: Checkpointing = "units" if row["checkpointing"] == "units" else "off"
-    return estimate(job, machine, Option(3, int(row["micro_batch"]), int(row["accumulate"]), kind, "none", gpus))
-
-
-def speed_ratio(row: dict[str, str], found: Estimate) -> float:
-    """Planned over published tokens a second."""
-    return found.tokens_per_second / int(row["gpus"]) / float(row["tok_s_gpu"])
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, of two orders of the same things."""
+    places = [numpy.argsort(numpy.argsort(values)) for values in (first, second)]
+    return float(numpy.corrcoef(*places)[0, 1])
 
 
 def errors(runs: Sequence[Run], predict: Callable[[Run], float], truth: Callable[[Run], float]) -> list[float]:
     """Relative errors, sizes alone, in order."""
     return sorted(abs(predict(run) / truth(run) - 1) for run in runs)
-
-
-def describe(found: Sequence[float]) -> str:
-    """Median, 90th percentile and largest, of how many."""
-    ninety = found[min(len(found) - 1, math.ceil(0.9 * len(found)) - 1)]
-    return (
-        f"median {statistics.median(found):6.1%}   p90 {ninety:6.1%}   largest {found[-1]:6.1%}   of {len(found)} runs"
-    )
 
 
 def main() -> None:
@@ -252,39 +282,50 @@ def main() -> None:
     for stage in (0, 1):
         some = [run for run in held if run.stage == stage]
         print(f"  stage {stage}               {describe(errors(some, memory, lambda run: run.memory))}")
+    print("memory by the planner's own figures, none fitted on these runs")
+    for tensor in (1, 2, 4, 8):
+        some = [run for run in runs if run.tensor == tensor]
+        found = describe(errors(some, planned_memory, lambda run: run.memory))
+        middle = statistics.median(planned_memory(run) / run.memory for run in some)
+        print(f"  {tensor} tensor ranks        {found}   median ratio {middle:.2f}")
     plain = [run for run in runs if run.tensor == 1]
     fitted, held = halves(plain)
     constants = fit_time(fitted)
-    print(f"time, {len(fitted)} runs fitted\n  {constants}")
-
-    def speed(run: Run) -> float:
-        return predicted_speed(run, constants)
-
-    print(f"  error on the others   {describe(errors(held, speed, lambda run: run.speed))}")
+    print(f"time without a tensor axis, {len(fitted)} runs fitted\n  {constants}")
+    print(f"  error on the others   {describe(errors(held, lambda r: predicted_speed(r, constants), _measured))}")
     print(f"  {'model':<7}{'stage':<7}{'DP':>5}{'b x g':>9}{'measured':>11}{'predicted':>11}  tokens/s/GPU, not fitted")
     for run in held:
-        shape = f"{run.micro_batch} x {run.micro_batches}"
-        print(f"  {run.model:<7}{run.stage:<7}{run.data:>5}{shape:>9}{run.speed:>11,.0f}{speed(run):>11,.0f}")
-    print("  tensor-parallel runs, none fitted")
-    for tensor in (2, 4, 8):
-        some = [run for run in runs if run.tensor == tensor]
-        ratio = statistics.median(speed(run) / run.speed for run in some)
-        print(f"  {tensor} ranks   {describe(errors(some, speed, lambda run: run.speed))}   median ratio {ratio:.2f}")
+        shape, predicted = f"{run.micro_batch} x {run.micro_batches}", predicted_speed(run, constants)
+        print(f"  {run.model:<7}{run.stage:<7}{run.data:>5}{shape:>9}{run.speed:>11,.0f}{predicted:>11,.0f}")
+    print_tensor(runs, constants)
     print_published()
 
 
-def print_published() -> None:
-    """The planner beside published speeds, by source and GPU."""
-    rows = published()
-    print("published speeds of FSDP, planned / published")
-    for source, gpu in dict.fromkeys((row["source"], row["gpu"]) for row in rows):
-        some = [row for row in rows if (row["source"], row["gpu"]) == (source, gpu)]
-        estimates = [planned(row) for row in some]
-        ratios = [speed_ratio(row, one) for row, one in zip(some, estimates, strict=True)]
-        fits = sum(one.fits for one in estimates)
-        found = describe(sorted(abs(ratio - 1) for ratio in ratios))
-        middle = statistics.median(ratios)
-        print(f"  {source:<12}{gpu:<9}{found}   median ratio {middle:.2f}   {fits} said to fit")
+def _measured(run: Run) -> float:
+    return run.speed
+
+
+def print_tensor(runs: Sequence[Run], constants: TimeConstants) -> None:
+    """All runs up to 32 nodes, half of them fitted, and those on 64."""
+    fitted, held = halves([run for run in runs if run.nodes < 64])
+    tensor = fit_tensor(fitted, constants)
+
+    def speed(run: Run) -> float:
+        return predicted_speed(run, constants, tensor)
+
+    print(f"time with a tensor axis too, {len(fitted)} runs fitted\n  {tensor}")
+    print(f"  error on the others   {describe(errors(held, speed, _measured))}")
+    apart = [run for run in runs if run.nodes == 64]
+    for nodes, some in [(n, [r for r in held if r.nodes == n]) for n in (1, 2, 4, 8, 16, 32)] + [(64, apart)]:
+        print(f"  {nodes:>2} nodes              {describe(errors(some, speed, _measured))}", end="")
+        for model in MODELS:
+            own = [run for run in some if run.model == model]
+            if len(own) > 3:
+                measured = [run.speed for run in own]
+                chosen = max(own, key=speed)
+                print(f"   {model} order {rank_correlation([speed(run) for run in own], measured):.2f}", end="")
+                print(f" regret {1 - chosen.speed / max(measured):.1%}", end="")
+        print()
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def test_a_transformers_config_is_built_offline(tmp_path: Path) -> None:
 
 
 def test_a_python_factory_is_measured() -> None:
-    data = _data("plan_models:stack", "--gpus", 4, "--micro-batch", 16)
+    data = _data("plan_models:stack", "--gpus", 4, "--micro-batch", 16, "--stage", 0)
     assert data["model"]["parameters"] == 4 * (64 * 128 + 128 + 128 * 64 + 64) + 64 * 3 + 3
     # Each block keeps its input and what the tanh returned, in bf16.
     assert data["options"][0]["option"]["checkpointing"] == "off"
@@ -109,6 +109,36 @@ def test_no_config_is_pasted_that_trains_another_model() -> None:
     assert 'path = "path/of/your/model"' in _data("1.3e9", "--gpus", 8)["config"]
     assert _data("plan_images:build", "--gpus", 1)["config"] is None
     assert "onecopy train" not in _plan("plan_images:build", "--gpus", 1).stdout
+
+
+def test_what_bitsandbytes_packs_is_answered_by_formula() -> None:
+    """By hand: 1,024,000 weights of 0.5625 bytes, 16,000 trained of 16; 1e9 parameters with two moments of a byte."""
+    said = _plan("plan_models:qlora", "--gpus", 1, code=2).stderr
+    assert "Linear4bit of bitsandbytes, which onecopy cannot shard" in said
+    assert "0.6 MB of packed weights" in said
+    assert "0.3 MB for 16,000 trained parameters" in said
+    said = _plan("1e9", "--gpus", 1, "--optimizer", "adamw_8bit", code=2).stderr
+    assert "2.03 GB of moments for the 1 B parameters where AdamW keeps 8.00 GB; stage 1 on 4 GPUs" in said
+
+
+def test_the_loss_is_planned_in_chunks_where_the_model_can(tmp_path: Path) -> None:
+    """Oracle: 14 bytes for each of 2048 × 50,304 logits whole (`logits_bytes`), of a bf16 run of one sample."""
+    job = ("1.3e9", "--gpus", 8, "--stage", 3, "--micro-batch", 1, "--checkpointing", "off")
+    plans = [_data(*job, "--loss", kind)["best"] for kind in ("whole", "chunked")]
+    whole, chunked = (plan["memory"]["forward"]["logits"] for plan in plans)
+    assert whole == pytest.approx(14 * 2048 * 50_304, rel=0.01)
+    assert chunked < whole / 2
+    assert "onecopy.chunk_loss(model)" in _plan(*job).stdout
+    assert "chunk_loss" not in _plan(*job, "--loss", "whole").stdout
+    assert "[loss]\nchunked = false" in _plan(*job, "--loss", "whole").stdout
+
+
+def test_blocks_along_the_sequence_are_pasted() -> None:
+    """A tensor degree cuts along the sequence, for the models that onecopy can cut so."""
+    said = _plan("7e9", "--gpus", 8, "--tensor", 8, "--stage", 1, "--micro-batch", 1).stdout
+    assert "tensor 8 along the sequence" in said
+    assert 'parallelize(model, mesh["tensor"], sequence=True)' in said
+    assert "sequence = true" in said
 
 
 def test_sizes_instead_of_a_model() -> None:
@@ -153,7 +183,7 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     text = page.read_text()
     assert "default-src 'none'" in text
     assert not [word for word in ("http://", "https://", "<script", '<link rel="stylesheet') if word in text]
-    for expected in ("limit 40.00 GB", "stage 3", "optimizer", 'class="series stage-3"'):
+    for expected in ("the limit, 40.00 GB", "stage 3", "optimizer", 'class="series stage-3"'):
         assert expected in text
 
 

@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import statistics
 from functools import cache
-from math import ceil
 from time import process_time
 
 import pytest
 
-from calibrate_planner import planned, published, read_runs, speed_ratio
+from calibrate_planner import (
+    Run,
+    TensorConstants,
+    TimeConstants,
+    fit_tensor,
+    halves,
+    planned_memory,
+    predicted_speed,
+    rank_correlation,
+    read_runs,
+)
 from onecopy.errors import SettingsError
 from onecopy.planner.answer.advice import Wishes, advise, options
-from onecopy.planner.answer.errors import FIT, TIME, expected
-from onecopy.planner.answer.estimate import Estimate, Job, Option, estimate, least_bytes
+from onecopy.planner.answer.errors import FIT, MEMORY, TIME, errors, expected
+from onecopy.planner.answer.estimate import Job, Option, estimate, least_bytes
+from onecopy.planner.formulas.calibrated import (
+    CROWDING,
+    GROWTH,
+    LATENCY,
+    LAUNCH,
+    LINK_EFFICIENCY,
+    TENSOR_LATENCY,
+    TENSOR_LAUNCH,
+    UTILISATION,
+)
 from onecopy.planner.machine.doubts import assumed, doubts
 from onecopy.planner.machine.machine import GPUS, Machine, gpu_named, gpu_of
 from onecopy.planner.model.shape import Shape, from_count
 from onecopy.planner.quantities import parse_bytes, parse_rate
+from published_runs import Published, ninety, published, regret
 
 SHOWN = {
     "h100": 79.11,
@@ -60,31 +80,95 @@ def test_a_gpu_is_known_by_its_drivers_name(name: str, kind: str) -> None:
 
 
 @cache
-def runs() -> list[tuple[dict[str, str], Estimate]]:
+def runs() -> list[Published]:
     """Published runs, and what the planner says of them."""
-    return [(row, planned(row)) for row in published()]
+    return published()
+
+
+def of(source: str, gpu: str) -> list[Published]:
+    """Those of a source on a kind of GPU, nothing offloaded."""
+    return [run for run in runs() if (run.source, run.gpu, run.offloads) == (source, gpu, False)]
 
 
 @pytest.mark.parametrize("gpu", ["h100", "a100", "a100-40"])
 def test_speeds_are_those_published_for_each_gpu(gpu: str) -> None:
-    """Oracle: MosaicML's table. With an H100's share of the peak A100s were a third too slow."""
-    ratios = [speed_ratio(*run) for run in runs() if (run[0]["gpu"], run[0]["source"]) == (gpu, "llm-foundry")]
-    assert len(ratios) > 50
-    assert statistics.median(ratios) == pytest.approx(1, abs=0.1)
-    assert statistics.median(abs(ratio - 1) for ratio in ratios) <= 0.1
+    """Oracle: MosaicML's table. Targets of time: median 10 %, 90th percentile 25 %."""
+    found = of("llm-foundry", gpu)
+    errors = sorted(abs(run.ratio - 1) for run in found)
+    assert len(found) > 50
+    assert statistics.median(run.ratio for run in found) == pytest.approx(1, abs=0.1)
+    assert statistics.median(errors) <= 0.1
+    assert ninety(errors) <= 0.25
 
 
-def test_speeds_on_64_a100_that_nothing_was_fitted_on() -> None:
-    """Oracle: torchtitan's tables for Llama 2 and 3, 13B and 70B."""
-    ratios = [speed_ratio(*run) for run in runs() if run[0]["source"] == "torchtitan"]
-    assert len(ratios) == 3
-    assert all(ratio == pytest.approx(1, abs=0.2) for ratio in ratios)
+@pytest.mark.parametrize("source, gpu, most", [("torchtitan", "a100", 0.2), ("fsdp-paper", "a100", 0.31)])
+def test_speeds_that_nothing_was_fitted_on(source: str, gpu: str, most: float) -> None:
+    """Oracles: torchtitan's tables, 13B and 70B on 64 GPUs; the FSDP paper's Figure 7, GPT-175B on 128 and 512."""
+    found = of(source, gpu)
+    assert len(found) in (3, 4)
+    assert all(run.ratio == pytest.approx(1, abs=most) for run in found)
 
 
-def test_runs_that_ran_on_80_gb_are_said_to_fit() -> None:
-    """Oracle: MosaicML's table; all of its runs ran. The target is 97 %; A100s of 40 GB are at 82 %."""
-    found = [estimate for row, estimate in runs() if row["gpu"] in ("h100", "a100")]
-    assert sum(one.fits for one in found) / len(found) >= 0.96
+def test_engines_differ_more_than_the_planner_errs() -> None:
+    """Oracles: IBM's FSDP is faster than planned, the table on A800 (DeepSpeed, Hugging Face's model) is slower."""
+    ibm, table = of("ibm", "a100") + of("ibm", "h100"), of("a800", "a800")
+    assert statistics.median(run.ratio for run in ibm) < 0.85
+    assert statistics.median(run.ratio for run in table) > 1.3
+    assert statistics.median(abs(run.memory_ratio - 1) for run in table if run.memory_ratio) < 0.12
+
+
+def test_runs_that_ran_are_said_to_fit() -> None:
+    """Oracles: all sources' tables; all of their runs ran. The target is 97 %."""
+    assert len(runs()) == 235
+    assert sum(run.found.fits for run in runs()) / len(runs()) >= 0.97
+
+
+def test_the_option_that_is_preferred_is_nearly_the_fastest() -> None:
+    """Oracles: IBM's table and the one on A800, which have several options for one batch. The target is 5 %."""
+    found = regret([run for run in runs() if not run.offloads])
+    assert found
+    assert statistics.mean(found) <= 0.05
+
+
+@cache
+def fitted_times() -> tuple[list[Run], TensorConstants]:
+    """Runs of the playbook up to 32 nodes that were not fitted, and what was fitted on the others."""
+    fitted, held = halves([run for run in read_runs() if run.nodes < 64])
+    return held, fit_tensor(fitted, CONSTANTS)
+
+
+CONSTANTS = TimeConstants(UTILISATION, GROWTH, LINK_EFFICIENCY, CROWDING, LATENCY, 0.02)
+
+
+def test_times_with_a_tensor_axis_are_those_of_the_playbook() -> None:
+    """Oracle: its runs, of which the other half was fitted. Targets: median 10 %, 90th percentile 25 %."""
+    held, tensor = fitted_times()
+    errors = sorted(abs(predicted_speed(run, CONSTANTS, tensor) / run.speed - 1) for run in held)
+    assert statistics.median(errors) <= 0.05
+    assert ninety(errors) <= 0.15
+    assert tensor.launch == pytest.approx(LAUNCH, rel=0.1)
+    assert tensor.tensor_launch == pytest.approx(TENSOR_LAUNCH, rel=0.1)
+    assert tensor.latency == pytest.approx(TENSOR_LATENCY, rel=0.2)
+
+
+@pytest.mark.parametrize("model", ["1B", "3B"])
+def test_on_32_nodes_the_order_of_options_is_kept(model: str) -> None:
+    """Oracle: the playbook's runs, not fitted. It was lost (a rank correlation of 0.09)."""
+    held, tensor = fitted_times()
+    found = [run for run in held if run.nodes == 32 and run.model == model]
+    planned = [predicted_speed(run, CONSTANTS, tensor) for run in found]
+    assert rank_correlation(planned, [run.speed for run in found]) >= 0.9
+
+
+def test_memory_is_that_of_the_playbook() -> None:
+    """Oracle: its runs without a tensor axis; nothing of the planner's memory was fitted on them.
+
+    Targets: median 8 %, 90th percentile 20 %.
+    """
+    errors = sorted(abs(planned_memory(run) / run.memory - 1) for run in read_runs() if run.tensor == 1)
+    assert len(errors) == 30
+    assert statistics.median(errors) <= 0.08
+    assert ninety(errors) == pytest.approx(MEMORY, abs=0.01)
 
 
 def test_many_small_micro_batches_are_slower_than_few_large_ones() -> None:
@@ -150,14 +234,16 @@ def test_a_model_far_too_large_is_answered_by_bounds() -> None:
 @pytest.mark.parametrize("gpu", TIME)
 def test_the_error_that_is_shown_is_the_one_that_was_found(gpu: str) -> None:
     """Oracle: MosaicML's table, compared here."""
-    found = [run for run in runs() if run[0]["gpu"] == gpu and run[0]["source"] == "llm-foundry"]
-    errors = sorted(abs(speed_ratio(*run) - 1) for run in found)
-    assert TIME[gpu] == pytest.approx(errors[ceil(0.9 * len(errors)) - 1], abs=0.01)
-    assert FIT[gpu] == (sum(estimate.fits for _, estimate in found), len(found))
+    found = of("llm-foundry", gpu)
+    assert TIME[gpu] == pytest.approx(ninety(sorted(abs(run.ratio - 1) for run in found)), abs=0.01)
+    assert FIT[gpu] == (sum(run.found.fits for run in found), len(found))
     line = expected(Machine(8, GPUS[gpu]), from_count(1e9))
     assert f"within {TIME[gpu]:.0%}" in line
     assert "no run on this kind" in expected(Machine(8, GPUS["t4"]), from_count(1e9))
     assert "no transformer" in expected(Machine(8, GPUS[gpu]), Shape("net", (), None))
+    assert errors(Machine(8, GPUS[gpu]), from_count(1e9)) == (TIME[gpu], MEMORY)
+    assert errors(Machine(8, GPUS["t4"]), from_count(1e9)) == (None, MEMORY)
+    assert errors(Machine(8, GPUS[gpu]), Shape("net", (), None)) == (None, None)
 
 
 def test_runs_of_the_playbook_are_read_in_gib_and_without_those_that_contradict_themselves() -> None:

@@ -19,6 +19,7 @@ from onecopy.planner.answer.describe import describe
 from onecopy.planner.answer.errors import expected
 from onecopy.planner.answer.estimate import Job
 from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
+from onecopy.planner.answer.quantised import eight_bit
 from onecopy.planner.answer.redundancy import redundancy
 from onecopy.planner.answer.sweep import crossover, curves, parse_range, thresholds
 from onecopy.planner.answer.zero_r import CONFIGURATIONS, Configured, configure, paper
@@ -229,6 +230,8 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
     preset: Preset = _one_of("preset", request.preset, get_args(Preset))
     asked = request.precision or (translation and translation.precision) or "bf16"
     precision = _one_of("precision", asked, ("bf16", "bf16-lean", "fp16", "fp32"))
+    if "8bit" in request.optimizer.replace("-", "").replace("_", ""):
+        raise SettingsError(eight_bit(sum(unit.parameters for unit in shape.units)))
     optimizer = _one_of("optimizer", request.optimizer, ("fused", "foreach", "for-loop"))
     checkpointing = request.checkpointing and _one_of("checkpointing", request.checkpointing, CHECKPOINTING)
     for name, value in (

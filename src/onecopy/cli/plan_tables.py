@@ -10,6 +10,7 @@ from rich.table import Table
 
 from onecopy.planner.answer.advice import Advice
 from onecopy.planner.answer.compare import Comparison
+from onecopy.planner.answer.errors import Errors, errors, share
 from onecopy.planner.answer.estimate import Estimate, Job
 from onecopy.planner.answer.paste import config_toml, shard_call
 from onecopy.planner.answer.redundancy import Redundancy
@@ -43,7 +44,7 @@ def print_plan(
     if job.shape.transformer is None and not any(unit.activations for unit in job.shape.units):
         console.print("time unknown, and activations: the module has no example_inputs function to measure them with")
     first = [] if advice.best is None else [advice.best]
-    _print_options(console, [*first, *advice.estimates], rows)
+    _print_options(console, [*first, *advice.estimates], rows, errors(machine, job.shape))
     if advice.best is not None:
         print_memory(console, advice.best)
     console.print(f"\n{advice.reason}", style="bold", soft_wrap=True, highlight=False)
@@ -68,14 +69,15 @@ def _memory(found: Estimate) -> str:
     return gigabytes(found.peak) + (f", {gigabytes(found.host)} on a host" if moved else "")
 
 
-def _print_options(console: Console, estimates: Sequence[Estimate], rows: int) -> None:
+def _print_options(console: Console, estimates: Sequence[Estimate], rows: int, wrong: Errors) -> None:
     table = Table(title="options, best first; what onecopy does not have yet is marked *", title_justify="left")
     table.add_column("option", min_width=24)
     # A narrow terminal shows what decides; --json has it all.
     names = [name for name in _COLUMNS if console.width >= _WIDE or name in _NARROW]
     for name in names:
         left = name in ("in", "fits", "limited by")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "limited by")
+        error = {"peak": wrong.memory, "step": wrong.time, "speed": wrong.time}.get(name)
+        table.add_column(name + share(error), justify="left" if left else "right", no_wrap=name != "limited by")
     for found in _spread(estimates, rows):
         cells = {
             "peak": gigabytes(found.peak),

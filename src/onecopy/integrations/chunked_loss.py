@@ -40,10 +40,7 @@ def chunk_loss(model: Any) -> bool:
     if isinstance(head, ChunkedHead):
         return True
     made = ChunkedHead(head, model.loss_function)
-    model.set_output_embeddings(made)
-    model.loss_function = made.loss
-    model.register_forward_pre_hook(made.expect, with_kwargs=True)
-    model.register_forward_hook(made.forget, always_call=True)
+    made.attend(model)
     return True
 
 
@@ -59,7 +56,7 @@ class ChunkedHead(nn.Linear):
         super().__init__(head.in_features, head.out_features, bias=False, device="meta", dtype=head.weight.dtype)
         self.weight = head.weight
         self.train(head.training)
-        self._whole = whole
+        self.whole = whole
         # What the model was called with, where a loss is to be made.
         self._named: dict[str, Any] | None = None
 
@@ -68,13 +65,16 @@ class ChunkedHead(nn.Linear):
         named = self._named
         if named is None:
             return super().forward(input)
+        return self._chunked(input, self.weight, named, None)
+
+    def _chunked(self, input: Tensor, weight: Tensor, named: dict[str, Any], tensor: Any) -> Tensor:
         ignored, items, labels = (named.get(name) for name in ("ignore_index", "num_items_in_batch", "shift_labels"))
         ignored = -100 if ignored is None else ignored
         if labels is None:
             labels = nn.functional.pad(named["labels"], (0, 1), value=ignored)[..., 1:]
         reduction = "mean" if items is None else "sum"
         found = chunked_cross_entropy(
-            input, self.weight, labels.to(input.device), ignore_index=ignored, reduction=reduction
+            input, weight, labels.to(input.device), ignore_index=ignored, reduction=reduction, tensor=tensor
         )
         return found if items is None else found / items
 
@@ -90,6 +90,20 @@ class ChunkedHead(nn.Linear):
         self._named = None
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
+    def attend(self, model: Any) -> None:
+        """Make the loss of ``model`` from now on."""
+        model.set_output_embeddings(self)
+        model.loss_function = self.loss
+        self._hooks = (
+            model.register_forward_pre_hook(self.expect, with_kwargs=True),
+            model.register_forward_hook(self.forget, always_call=True),
+        )
+
+    def retire(self) -> None:
+        """Another head takes over."""
+        for hook in self._hooks:
+            hook.remove()
+
     def loss(self, logits: Tensor, labels: Tensor, vocab_size: int, **more: Any) -> Tensor:
         """What the model's forward takes for its loss function: the loss is made, unless there are logits."""
-        return self._whole(logits, labels, vocab_size, **more) if self._named is None else logits
+        return self.whole(logits, labels, vocab_size, **more) if self._named is None else logits

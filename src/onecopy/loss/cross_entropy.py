@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from onecopy.errors import SettingsError, UsageError
 from onecopy.loss.chunks import chunk_rows
@@ -27,6 +29,7 @@ def chunked_cross_entropy(
     ignore_index: int = _NEVER,
     reduction: str = "mean",
     rows: int | None = None,
+    tensor: ProcessGroup | None = None,
 ) -> Tensor:
     """`cross_entropy(hidden @ weight.T, labels)` without the logits in memory. To be called in the model's forward.
 
@@ -41,6 +44,9 @@ def chunked_cross_entropy(
         ignore_index: a label whose token has no loss.
         reduction: "mean" over the tokens that have a loss, or "sum".
         rows: tokens of a chunk; None: an eighth of them, 128 at the least and 1,024 at most.
+        tensor: ranks over which the classes are cut evenly, each of which has the same ``hidden`` and ``labels`` and
+            its rows of the whole weight; three numbers a token are exchanged, and the gradient of ``hidden`` is this
+            rank's part of a sum.
 
     Returns:
         A scalar in fp32, whatever the dtype of ``hidden``; nan as the mean of no tokens.
@@ -63,7 +69,7 @@ def chunked_cross_entropy(
         flat, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (flat, weight))
     with torch.autocast(kind, enabled=False):
         total: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
-            flat, weight, targets, ignore_index, rows or chunk_rows(len(flat))
+            flat, weight, targets, ignore_index, rows or chunk_rows(len(flat)), tensor
         )
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
@@ -72,24 +78,37 @@ class _Chunked(torch.autograd.Function):
     """The sum of all losses; backward hands out what forward has computed."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        ignore_index: int,
+        rows: int,
+        over: ProcessGroup | None,
+    ) -> Tensor:
+        first_class = 0 if over is None else dist.get_rank(over) * len(weight)
         total = hidden.new_zeros((), dtype=torch.float32)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for first in range(0, len(hidden), rows):
             part, targets = hidden[first : first + rows], labels[first : first + rows]
             counts = (targets != ignore_index)[:, None]
-            targets = targets[:, None].where(counts, 0)
+            targets = targets[:, None] - first_class
+            # Those of other ranks' classes have no place here, and add nothing.
+            here = counts & (targets >= 0) & (targets < len(weight))
+            targets = targets.where(here, 0)
             # In place from here on: what is one name after the other is one tensor.
             logits = (part @ weight.T).float()
-            logits -= logits.amax(-1, keepdim=True)
-            chosen = logits.gather(-1, targets)
+            logits -= _reduced(logits.amax(-1, keepdim=True), over, dist.ReduceOp.MAX)
+            chosen = logits.gather(-1, targets) * here
             sums = logits.exp_().sum(-1, keepdim=True)
+            chosen, sums = _reduced(torch.stack([chosen, sums]), over, dist.ReduceOp.SUM)
             total += ((sums.log() - chosen) * counts).sum()
             if of_hidden is None and of_weight is None:
                 continue
             logits /= sums
-            logits.scatter_add_(-1, targets, logits.new_full((), -1.0).expand_as(targets))
+            logits.scatter_add_(-1, targets, -here.to(logits.dtype))
             logits *= counts
             gradient = logits.to(hidden.dtype)
             del logits
@@ -108,4 +127,10 @@ class _Chunked(torch.autograd.Function):
                 "the backward of a chunked loss ran a second time: its gradients are made once, and handed out."
             )
         found, ctx.gradients = ctx.gradients, None
-        return (*(None if g is None else g.mul_(gradients[0]) for g in found), None, None, None)
+        return (*(None if g is None else g.mul_(gradients[0]) for g in found), None, None, None, None)
+
+
+def _reduced(values: Tensor, over: ProcessGroup | None, how: Any) -> Tensor:
+    if over is not None:
+        dist.all_reduce(values, how, group=over)
+    return values

@@ -123,6 +123,10 @@ def _ranks(config: Config) -> str | None:
         return f"parallel.ranks is {parallel.ranks} but torchrun started {started}; leave it at 'auto'"
     if parallel.ranks % parallel.tensor:
         return f"parallel.ranks ({parallel.ranks}) must be a multiple of parallel.tensor ({parallel.tensor})"
+    if parallel.sequence and parallel.tensor == 1:
+        return "parallel.sequence cuts over the ranks of parallel.tensor, and there are none: set it to false"
+    if parallel.sequence and config.data.sequence_length % parallel.tensor:
+        return f"parallel.tensor ({parallel.tensor}) must divide data.sequence_length ({config.data.sequence_length})"
     copies = parallel.ranks // parallel.tensor
     if copies % parallel.replicate:
         divided = "parallel.ranks" if parallel.tensor == 1 else "parallel.ranks / parallel.tensor"
@@ -176,7 +180,10 @@ def _model(config: Config) -> str | None:
 
 
 def _spread(model: dict[str, Any], config: Config) -> str | None:
-    return check_tensor_parallel(model, config.parallel.tensor) if config.parallel.tensor > 1 else None
+    parallel = config.parallel
+    if parallel.tensor == 1:
+        return None
+    return check_tensor_parallel(model, parallel.tensor, sequence=parallel.sequence)
 
 
 def _data(config: Config) -> str | None:

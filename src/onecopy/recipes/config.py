@@ -76,6 +76,11 @@ class Parallel(Section):
         description="Ranks over which each block's heads and MLP are spread (tensor parallelism), for GPT-2 and Llama "
         "and what is built like it. They see the same data; ranks / tensor share the batch.",
     )
+    sequence: bool = Field(
+        default=False,
+        description="With tensor, for Llama and what is built like it: cut norms and what stands between blocks along "
+        "the sequence, embedding and head along the vocabulary, so that nothing large is whole on a rank.",
+    )
     accumulate: int = Field(default=1, ge=1, description="Micro-batches in a step.")
     precision: Literal["fp32", "bf16", "bf16-lean"] = Field(
         default="fp32",

@@ -74,13 +74,14 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
         parallel.replicate,
         parallel.prefetch,
         parallel.tensor,
+        parallel.sequence,
     )
     job = Job(
         Shape("", tuple(units), sizes), config.data.sequence_length, parallel.precision, config.optimizer.implementation
     )
     schedule = replace(option.schedule(job), native=world.device.type != "cpu")
     if sizes is not None:
-        units = cut(units, sizes.hidden, parallel.tensor)
+        units = cut(units, sizes.hidden, parallel.tensor, ends=parallel.sequence)
     units = [_as_counted(unit, option) for unit in units]
     # Activations are counted in the profiled step alone, and move the highest moment there.
     plain = [replace(unit, activations=0.0, logits=0.0) for unit in units]
@@ -109,7 +110,8 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
 
 def _checkpointing(config: Config) -> Checkpointing:
     """The planner's name for what the config says of activations."""
-    chosen, cuts = config.activations, config.activations.partition and config.parallel.tensor > 1
+    chosen, parallel = config.activations, config.parallel
+    cuts = chosen.partition and parallel.tensor > 1 and not parallel.sequence
     if not chosen.recompute:
         return "off"
     if chosen.keep_on == "device":
@@ -158,8 +160,9 @@ def _sizes(config: Config, vocabulary: int) -> Transformer | None:
 
 def _as_counted(unit: Unit, option: Option) -> Unit:
     """A unit of whole blocks as the meter sees it on one of the tensor ranks."""
-    share = share_of_layer(option.tensor) if is_block(unit) else 1.0
-    unit = replace(unit, activations=unit.activations * share)
+    share = share_of_layer(option.tensor, sequence_parallel=option.sequence) if is_block(unit) else 1.0
+    inputs = unit.inputs and unit.inputs / (option.tensor if option.sequence else 1)
+    unit = replace(unit, activations=unit.activations * share, inputs=inputs)
     return replace(checkpointed(unit, option.checkpointing, option.tensor), working=0.0)
 
 

@@ -27,7 +27,7 @@ def shard_as(config: Config, world: World, model: nn.Module) -> nn.Module:
     parallel = config.parallel
     model, mesh = model.to(world.device), mesh_for(config, world)
     if mesh is not None and parallel.tensor > 1:
-        parallelize(model, mesh["tensor"])
+        parallelize(model, mesh["tensor"], sequence=parallel.sequence)
     return onecopy.shard(
         model,
         parallel.stage,
@@ -73,5 +73,6 @@ def _activations(config: Config) -> onecopy.Activations | None:
     if not chosen.recompute:
         return None
     return onecopy.Activations(
-        partition=chosen.partition, offload=None if chosen.keep_on == "device" else chosen.keep_on
+        partition=chosen.partition and not config.parallel.sequence,
+        offload=None if chosen.keep_on == "device" else chosen.keep_on,
     )

@@ -92,11 +92,14 @@ def options(job: Job, machine: Machine, wishes: Wishes) -> Iterator[Option]:
             f"{wishes.checkpointing} cuts checkpoints over tensor-parallel ranks, and there are none: "
             f"{'give another tensor degree' if wishes.tensor else 'no power of two divides heads and GPUs of a node'}"
         )
+    # Along the sequence activations are cut better, for as many bytes; P_a cuts those that it leaves whole.
+    cuts = job.shape.transformer is not None and job.shape.transformer.cuts_sequence
+    cuts = cuts and not (wishes.checkpointing or "").startswith("P_a")
     for tensor in spread:
-        yield from _options_over(tensor, machine, wishes)
+        yield from _options_over(tensor, machine, wishes, sequence=cuts and tensor > 1)
 
 
-def _options_over(tensor: int, machine: Machine, wishes: Wishes) -> Iterator[Option]:
+def _options_over(tensor: int, machine: Machine, wishes: Wishes, *, sequence: bool) -> Iterator[Option]:
     ranks, neighbours = machine.gpus // tensor, machine.per_node // tensor
     pairs = list(_batches(ranks, wishes))
     for stage in [wishes.stage] if wishes.stage is not None else range(4):
@@ -111,18 +114,26 @@ def _options_over(tensor: int, machine: Machine, wishes: Wishes) -> Iterator[Opt
         if machine.computes_on_host:
             offloads = [o for o in offloads if not o.endswith("cpu")]
         for micro_batch, accumulate in pairs:
-            for checkpointing in _kinds(tensor, wishes):
+            for checkpointing in _kinds(tensor, wishes, sequence=sequence):
                 for offload in offloads if checkpointing in ("off", "units") else OFFLOADS[:1]:
                     for shard in shards:
                         yield Option(
-                            stage, micro_batch, accumulate, checkpointing, offload, shard, ranks // shard, tensor=tensor
+                            stage,
+                            micro_batch,
+                            accumulate,
+                            checkpointing,
+                            offload,
+                            shard,
+                            ranks // shard,
+                            tensor=tensor,
+                            sequence=sequence,
                         )
 
 
-def _kinds(tensor: int, wishes: Wishes) -> list[Checkpointing]:
+def _kinds(tensor: int, wishes: Wishes, *, sequence: bool) -> list[Checkpointing]:
     """Without a tensor axis there is nothing to cut checkpoints over; with one, moving them whole is never better."""
     kinds: list[Checkpointing] = [wishes.checkpointing] if wishes.checkpointing else list(CHECKPOINTING)
-    if tensor == 1:
+    if tensor == 1 or sequence:
         return [kind for kind in kinds if not kind.startswith("P_a")]
     return [kind for kind in kinds if kind != "units+cpu" or wishes.checkpointing]
 

@@ -17,11 +17,12 @@ from traceback import extract_tb
 from typing import Any, Final
 
 from onecopy.errors import SettingsError
+from onecopy.planner.answer.quantised import PACKED, packed
 from onecopy.planner.formulas.activations import HIDDEN_COPIES
 from onecopy.planner.model.loss import chunks_loss
 from onecopy.planner.model.schedule import Unit
 from onecopy.planner.model.shape import Shape, Transformer, Work, from_count
-from onecopy.planner.model.tensor import KNOWN
+from onecopy.planner.model.tensor import KNOWN, SEQUENCE
 from onecopy.planner.quantities import count, parse_count
 
 
@@ -173,6 +174,7 @@ def transformer_of(config: Mapping[str, Any]) -> Transformer | None:
         first("num_key_value_heads"),
         family in KNOWN,
         chunks=chunks_loss(config),
+        cuts_sequence=family in SEQUENCE,
     )
 
 
@@ -236,17 +238,22 @@ def _units_of(build: Callable[[], Any], batch: Callable[[], Any] | None) -> list
     # Late: torch takes seconds, and most plans need none of it.
     from torch import nn
 
+    from onecopy.planner.engine.fake import on_meta
     from onecopy.planner.engine.simulate import describe_units
 
     def checked() -> nn.Module:
         try:
             model = build()
         except Exception as error:
+            if any(kind in str(error) for kind in PACKED) and (found := packed(on_meta(build))) is not None:
+                raise SettingsError(found) from error
             raise SettingsError(f"the model cannot be built: {_in_a_line(error)}{_place(error)}") from error
         if not isinstance(model, nn.Module):
             raise SettingsError(f"the factory must make an nn.Module; found {type(model).__name__}")
         if not any(True for _ in model.parameters()):
             raise SettingsError(f"{type(model).__name__} has no parameters to plan for")
+        if (found := packed(model)) is not None:
+            raise SettingsError(found)
         return model
 
     with redirect_stdout(sys.stderr):

@@ -10,13 +10,13 @@ from onecopy.planner.available import missing
 from onecopy.planner.engine.step import step_bytes
 from onecopy.planner.formulas.activations import LOSS_BYTES, block_parallel_elements
 from onecopy.planner.formulas.buffers import pinned_bytes, with_overheads
-from onecopy.planner.formulas.calibrated import HIDDEN_SHARE
+from onecopy.planner.formulas.calibrated import HIDDEN_SHARE, LAUNCH, TENSOR_LAUNCH
 from onecopy.planner.formulas.offload import cpu_step_seconds
 from onecopy.planner.formulas.time import StepSeconds, all_reduce_seconds, gather_seconds, overlap, step_flops
 from onecopy.planner.formulas.traffic import step_elements
 from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels
-from onecopy.planner.model.shape import Checkpointing, Shape, Work, kept_bytes
+from onecopy.planner.model.shape import Checkpointing, Shape, Work, is_block, kept_bytes
 from onecopy.planner.model.tensor import cut
 from onecopy.planner.quantities import gigabytes
 from onecopy.stage import Stage
@@ -72,6 +72,8 @@ class Option:
         shard, replicate: N, and how often each slice is held.
         prefetch: units gathered ahead.
         tensor: M, ranks that share each sample and each block.
+        sequence: what stands between blocks is cut over them along the sequence, embedding and head along the
+            vocabulary.
     """
 
     stage: int
@@ -83,6 +85,7 @@ class Option:
     replicate: int = 1
     prefetch: int = 1
     tensor: int = 1
+    sequence: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -112,7 +115,7 @@ class Option:
         """The option in one line."""
         parts = [f"stage {self.stage}", f"micro-batch {self.micro_batch} × {self.accumulate}"]
         if self.tensor > 1:
-            parts.append(f"tensor {self.tensor}")
+            parts.append(f"tensor {self.tensor}{' along the sequence' if self.sequence else ''}")
         if self.checkpointing != "off":
             parts.append(f"checkpointing {self.checkpointing}")
         if self.offload != "none":
@@ -240,10 +243,11 @@ def local_units(job: Job, option: Option) -> list[Unit]:
         job.sequence,
         option.checkpointing,
         tensor=option.tensor,
+        along_sequence=option.sequence,
         element_bytes=job.widths.compute,
         loss_bytes=job.loss_bytes,
     )
-    return units if sizes is None else cut(units, sizes.hidden, option.tensor)
+    return units if sizes is None else cut(units, sizes.hidden, option.tensor, ends=option.sequence)
 
 
 def activations_sent(job: Job, option: Option) -> float:
@@ -365,6 +369,10 @@ def step_seconds(
     passes = (4 if recompute else 3) * option.accumulate
     moved = passes * widths.compute * sum(unit.all_parameters for unit in units)
     compute += moved / machine.gpu.memory_bandwidth
+    tensor = _tensor_seconds(job, machine, option)
+    # However few tokens there are, the host launches every block's kernels, in a recomputation once more.
+    launch = (TENSOR_LAUNCH if option.tensor > 1 else LAUNCH) * sum(map(is_block, units))
+    compute = max(compute, launch * passes / 3 - tensor)
     padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
     trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
     gathers_frozen = Stage.of(option.stage).shards_parameters
@@ -393,7 +401,6 @@ def step_seconds(
     own = trained / _slices(option)
     update, transfer = _update_seconds(job, machine, option, own, compute)
     transfer += _fetch_seconds(machine, option, units, compute)
-    tensor = _tensor_seconds(job, machine, option)
     return found._replace(update=update, transfer=transfer, tensor=tensor), sent
 
 

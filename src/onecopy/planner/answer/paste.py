@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from onecopy.planner.answer.advice import Advice
+from onecopy.planner.answer.errors import errors
 from onecopy.planner.answer.estimate import Estimate, Job, Option
 from onecopy.planner.machine.machine import Machine
-from onecopy.planner.model.tensor import KNOWN
+from onecopy.planner.model.tensor import KNOWN, SEQUENCE
 from onecopy.stage import Stage
 
 
@@ -31,7 +32,8 @@ def shard_call(job: Job, found: Estimate) -> str:
     if option.tensor > 1:
         lines = ["from onecopy.recipes.tensor_parallel import parallelize", "", *lines]
         # Other models are cut by torch's own parallelize_module.
-        lines.append(f'parallelize(model, mesh["tensor"])  # for {", ".join(KNOWN)} of transformers')
+        known, more = (SEQUENCE, ", sequence=True") if option.sequence else (KNOWN, "")
+        lines.append(f'parallelize(model, mesh["tensor"]{more})  # for {", ".join(known)} of transformers')
     if option.accumulate > 1:
         arguments.append(f"accumulate={option.accumulate}")
     if option.checkpointing != "off":
@@ -91,6 +93,8 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
     ]
     if option.tensor > 1:
         lines.append(f"tensor = {option.tensor}")
+    if option.sequence:
+        lines.append("sequence = true")
     if job.precision != "fp16":
         lines.append(f'precision = "{job.precision}"')
     if Stage.of(option.stage).shards_optimizer and option.replicate > 1:
@@ -129,6 +133,7 @@ def as_dict(job: Job, machine: Machine, advice: Advice) -> dict[str, Any]:
             "link": machine.link,
             "host_memory": machine.host_memory,
         },
+        "errors": errors(machine, job.shape)._asdict(),
         "reason": advice.reason,
         "best": estimate_dict(advice.best),
         "runner_up": estimate_dict(advice.runner_up),

@@ -72,6 +72,12 @@ def fake_tensors() -> Iterator[None]:
         yield
 
 
+def on_meta(build: Callable[[], Any]) -> Any:
+    """What ``build`` makes on the meta device, where no tensor is fake: for parameters that fake ones cannot be."""
+    with unset_fake_temporarily(), torch.device("meta"):
+        return build()
+
+
 class AnyValues(TorchDispatchMode):
     """Lets a model be built: answers 0 or False where it asks for a value, none of which is kept, and lets it be moved.
 

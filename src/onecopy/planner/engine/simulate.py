@@ -282,11 +282,12 @@ class _AliveAfterUnits(TorchDispatchMode):
         self.most = 0
         self._now = 0
         self._known: dict[StorageWeakRef, weakref.finalize[..., Any]] = {}
-        self._counts = True
+        self._counts = False
 
     def begin(self, output: Any) -> None:
         """A unit's forward has ended with ``output``: what counts begins here, and ends with the gradient of that."""
         self.most = self._now = 0
+        self._counts = True
         for key in list(self._known):
             self._known.pop(key).detach()
         for leaf in tree_leaves(output):

@@ -21,6 +21,10 @@ WHOLE_SHARE: Final = 10 / 34
 """Share of what a layer keeps that tensor parallelism leaves whole on every rank: 10 of a GPT's 34sbh (Korthikanti et
 al.). That other families keep the same share is an assumption."""
 
+GATHERED_SHARE: Final = 4 / 34
+"""Share of it that is whole where the rest is cut along the sequence too: the inputs of attention and of the MLP, which
+PyTorch's styles gather and keep (2sbh each; Megatron gathers them again)."""
+
 LOSS_BYTES: Final = 12
 """Bytes for each of the b·s·vocab logits at the height of the loss's backward, beside the logits themselves: three in
 fp32, the log-probabilities, their gradient, and that of the logits. So it is in transformers' `ForCausalLMLoss`."""
@@ -73,18 +77,22 @@ def copies_bytes(
     element_bytes: float = 2,
     *,
     tensor_parallel: int = 1,
+    sequence_parallel: bool = False,
 ) -> float:
     """Bytes that one layer keeps when it keeps ``copies`` of the hidden state (`HIDDEN_COPIES`).
 
     Args:
         tensor_parallel: t, which divides all but `WHOLE_SHARE` of them.
+        sequence_parallel: all but `GATHERED_SHARE`.
     """
-    return copies * micro_batch * sequence * hidden * element_bytes * share_of_layer(tensor_parallel)
+    share = share_of_layer(tensor_parallel, sequence_parallel=sequence_parallel)
+    return copies * micro_batch * sequence * hidden * element_bytes * share
 
 
-def share_of_layer(tensor_parallel: int) -> float:
-    """The share of what a layer keeps that each of t tensor-parallel ranks keeps: (10 + 24/t) / 34."""
-    return WHOLE_SHARE + (1 - WHOLE_SHARE) / tensor_parallel
+def share_of_layer(tensor_parallel: int, *, sequence_parallel: bool = False) -> float:
+    """The share of what a layer keeps that each of t ranks keeps: (10 + 24/t) / 34, or (4 + 30/t) / 34."""
+    whole = GATHERED_SHARE if sequence_parallel else WHOLE_SHARE
+    return whole + (1 - whole) / tensor_parallel
 
 
 def checkpoint_bytes(

@@ -24,9 +24,22 @@ CROWDING: Final = 0.158
 LATENCY: Final = 2.3e-5
 """Seconds of one round of a ring, a layer a message. Fitted; NCCL alone takes about 6e-6."""
 
-HIDDEN_SHARE: Final = 0.5
-"""Share of computing behind which collectives hide. An assumption: the fitted runs hide next to nothing (0.02), for
-nanotron sends after backward, while onecopy sends during it; no GPU has measured how much of that hides."""
+HIDDEN_SHARE: Final = 0.85
+"""Share of computing behind which collectives hide. The playbook's runs hide next to nothing (0.02), for nanotron sends
+after backward; onecopy sends during it, as FSDP does, whose runs (llm-foundry, H100) fit best from 0.7 to 1."""
+
+LAUNCH: Final = 4.1e-4
+"""Seconds that a block's forward and backward take at the least, however few tokens there are: the host launches its
+kernels. Fitted."""
+
+TENSOR_LAUNCH: Final = 4.6e-3
+"""Likewise of a block that tensor-parallel ranks share, which wait for each other four times. Fitted."""
+
+TENSOR_EFFICIENCY: Final = 1.0
+"""Share of the data-sheet bandwidth within a node that messages of tensor parallelism reach. Fitted, 1 at most."""
+
+TENSOR_LATENCY: Final = 1.3e-5
+"""Seconds of a round of theirs. Fitted."""
 
 
 def utilisation(hidden: int, base: float = UTILISATION, growth: float = GROWTH) -> float:

@@ -9,7 +9,15 @@ from typing import Final, NamedTuple
 
 from onecopy.errors import SettingsError
 from onecopy.planner.formulas.buffers import ALLOCATOR_SLACK, CUDA_CONTEXT_BYTES
-from onecopy.planner.formulas.calibrated import CROWDING, LATENCY, LINK_EFFICIENCY, balance_factor, utilisation
+from onecopy.planner.formulas.calibrated import (
+    CROWDING,
+    LATENCY,
+    LINK_EFFICIENCY,
+    TENSOR_EFFICIENCY,
+    TENSOR_LATENCY,
+    balance_factor,
+    utilisation,
+)
 from onecopy.planner.formulas.time import Link
 
 
@@ -127,7 +135,7 @@ class Machine:
 
     def tensor_link(self) -> Link:
         """The link of ranks that share a model; they are of one node."""
-        return self._link(self.gpu.intra, 1)
+        return Link(self.gpu.intra * TENSOR_EFFICIENCY, TENSOR_LATENCY)
 
     def shard_link(self, shard: int, tensor: int = 1) -> Link:
         """The link of ``shard`` neighbours: within a node, or over all network cards that they have in one at once.

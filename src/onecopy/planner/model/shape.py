@@ -37,6 +37,7 @@ class Transformer:
         key_value_heads: where they are fewer than ``heads``.
         spreads: whether its blocks are of a kind that onecopy can cut over tensor-parallel ranks.
         chunks: whether its loss can be made in chunks of tokens (`onecopy.chunk_loss`).
+        cuts_sequence: whether onecopy can cut it along sequence and vocabulary too.
         idle: parameters that a token multiplies nothing with: embeddings that are no head too, experts not chosen.
     """
 
@@ -50,6 +51,7 @@ class Transformer:
     spreads: bool = True
     idle: int = 0
     chunks: bool = True
+    cuts_sequence: bool = True
 
 
 class Work(NamedTuple):
@@ -106,6 +108,7 @@ class Shape:
         checkpointing: Checkpointing = "off",
         *,
         tensor: int = 1,
+        along_sequence: bool = False,
         element_bytes: int = 2,
         loss_bytes: float | None = LOSS_BYTES,
     ) -> list[Unit]:
@@ -116,6 +119,7 @@ class Shape:
             sequence: tokens of each; other models than transformers have none.
             checkpointing: what is kept of each block instead of all.
             tensor: M, ranks that share each block.
+            along_sequence: what stands between blocks is cut along the sequence, logits along the vocabulary.
             element_bytes: of activations.
             loss_bytes: of the loss's temporaries for each logit; None for a loss that is made in chunks.
         """
@@ -124,12 +128,16 @@ class Shape:
             scale = micro_batch * element_bytes / 2
             return [checkpointed(_scaled(unit, scale), checkpointing, tensor) for unit in self.units]
         one = (micro_batch, sequence, sizes.hidden)
-        whole = copies_bytes(*one, sizes.copies, element_bytes, tensor_parallel=tensor)
-        inputs = checkpoint_bytes(*one, 1, element_bytes=element_bytes)
+        whole = copies_bytes(
+            *one, sizes.copies, element_bytes, tensor_parallel=tensor, sequence_parallel=along_sequence
+        )
+        parts = tensor if along_sequence else 1
+        inputs = checkpoint_bytes(*one, 1, element_bytes=element_bytes) / parts
+        words = sizes.vocabulary // parts
         if loss_bytes is None:
-            head = chunked_loss_bytes(micro_batch, sequence, sizes.vocabulary, sizes.hidden, element_bytes)
+            head = chunked_loss_bytes(micro_batch, sequence, words, sizes.hidden, element_bytes)
         else:
-            head = logits_bytes(micro_batch, sequence, sizes.vocabulary, element_bytes, loss_bytes=loss_bytes)
+            head = logits_bytes(micro_batch, sequence, words, element_bytes, loss_bytes=loss_bytes)
         found = []
         for unit in self.units:
             if is_block(unit):

@@ -18,12 +18,16 @@ from onecopy.planner.model.shape import Shape, is_block
 KNOWN: Final = ("gpt2", "llama", "mistral", "qwen2")
 """`model_type`s of transformers whose blocks onecopy's training job can cut."""
 
+SEQUENCE: Final = ("llama", "mistral", "qwen2")
+"""Those among them that it can cut along the sequence and the vocabulary too."""
 
-def check_tensor_parallel(settings: Mapping[str, Any], ranks: int) -> str | None:
+
+def check_tensor_parallel(settings: Mapping[str, Any], ranks: int, *, sequence: bool = False) -> str | None:
     """Why a model cannot be spread over ``ranks``, None if it can.
 
     Args:
         settings: the model's config, as in its config.json.
+        sequence: along the sequence and the vocabulary too.
     """
     kind = settings.get("model_type")
     if kind not in KNOWN:
@@ -32,6 +36,12 @@ def check_tensor_parallel(settings: Mapping[str, Any], ranks: int) -> str | None
     for name, count in (("attention", heads), ("key and value", settings.get("num_key_value_heads"))):
         if count is not None and count % ranks:
             return f"parallel.tensor ({ranks}) must divide the model's {count} {name} heads"
+    if sequence and kind not in SEQUENCE:
+        return f"parallel.sequence knows models of type {', '.join(SEQUENCE)}; this one is {kind!r}: set it to false"
+    if sequence and settings["vocab_size"] % ranks:
+        return (
+            f"parallel.tensor ({ranks}) must divide the model's {settings['vocab_size']} tokens for parallel.sequence"
+        )
     return None
 
 
@@ -69,15 +79,18 @@ def _problem(shape: Shape, machine: Machine, tensor: int) -> str | None:
     return None
 
 
-def cut(units: list[Unit], hidden: int, tensor: int) -> list[Unit]:
+def cut(units: list[Unit], hidden: int, tensor: int, *, ends: bool = False) -> list[Unit]:
     """The units as one of ``tensor`` ranks holds them; what they keep for backward stays as it is.
 
     Of a block every parameter of more than ``hidden`` elements is cut; norms and the biases of what is summed over
     ranks stay whole.
+
+    Args:
+        ends: embedding and head are cut too, along the vocabulary.
     """
     return [
         replace(unit, numels=_cut(unit.numels, hidden, tensor), frozen=_cut(unit.frozen, hidden, tensor))
-        if is_block(unit)
+        if ends or is_block(unit)
         else unit
         for unit in units
     ]
