@@ -1,7 +1,7 @@
 """Whole: what it changes in a plan that some matrices lie whole on one rank each, as Muon needs them.
 
-Traffic stays what it is on average, (N-1)/N of each bucket: a rank sends its own slice to each other one. What it computes
-and holds is near the mean, and the optimizer keeps one state of a whole matrix and two of the rest.
+Traffic stays what it is on average, (N-1)/N of each bucket: a rank sends its own slice to each other one. What a rank
+computes and holds is near the mean. The optimizer keeps one state of a whole matrix and two of the rest.
 """
 
 from __future__ import annotations
