@@ -227,3 +227,22 @@ def test_torchs_own_state_dicts_of_elementwise_optimizers_are_whole() -> Forked:
                 assert torch.equal(found[0]["state"][name][key], value)
 
     yield On(2, run)
+
+
+@one_fork
+def test_torchs_own_state_dicts_have_every_owners_states() -> Forked:
+    """Oracle: each owner's own."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(seeded(TinyGPT), 3, whole=is_matrix)
+        optimizer = muon(model)
+        model(*part(token_batches(1)[0], rank, 3)).backward()
+        optimizer.step()
+        whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+        assert whole.keys() == {name for name, p in model.named_parameters() if is_matrix(name, p)}
+        for parameter, states in optimizer.state.items():
+            assert torch.equal(whole[parameter.slicing.name]["momentum_buffer"], states["momentum_buffer"])
+        cut = get_optimizer_state_dict(model, optimizer)["state"]
+        assert cut.keys() == {parameter.slicing.name for parameter in optimizer.state}
+
+    yield On(3, run)
