@@ -24,9 +24,9 @@ from onecopy.planner.model.whole import Balance, balance
 from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
 from onecopy.recipes.model import build_architecture
-from onecopy.recipes.schedule import hidden_matrices
 from onecopy.recipes.sharded import units_of
 from onecopy.recipes.world import World
+from onecopy.sharding.model.chosen import hidden_matrices
 from onecopy.sharding.setup.paged import SLOTS
 
 _TIMED: Final[tuple[Phase, ...]] = ("forward", "backward", "step")
@@ -116,7 +116,7 @@ def _balance(config: Config, vocabulary: int, schedule: Schedule) -> Balance:
     with torch.device("meta"):
         model = build_architecture(config, vocabulary)
     named = dict(model.named_parameters())
-    matrices = [tuple(named.pop(name).shape) for name in hidden_matrices(model)]
+    matrices = tuple(tuple(named.pop(name).shape) for name in hidden_matrices(model))
     return balance(matrices, sum(parameter.numel() for parameter in named.values()), schedule.slices)
 
 

@@ -11,15 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from onecopy.recipes.config import Optimizer, Schedule
-
-
-def hidden_matrices(model: nn.Module) -> list[str]:
-    """Names of the parameters that Muon is for: matrices, but neither embeddings nor the head of a language model."""
-    find_head = getattr(model, "get_output_embeddings", None)
-    head = find_head() if callable(find_head) else None
-    outer = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
-    excluded = {id(parameter) for module in outer for parameter in module.parameters()}
-    return [name for name, p in model.named_parameters() if p.ndim == 2 and p.requires_grad and id(p) not in excluded]
+from onecopy.sharding.model.chosen import hidden_matrices
 
 
 def build_optimizers(model: nn.Module, config: Optimizer) -> list[torch.optim.Optimizer]:

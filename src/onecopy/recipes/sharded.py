@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import onecopy
 from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
-from onecopy.recipes.schedule import hidden_matrices
 from onecopy.recipes.tensor_parallel import parallelize
 from onecopy.recipes.world import World
+from onecopy.sharding.model.chosen import hidden_matrices
 from onecopy.sharding.model.discover import Units
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -37,7 +38,8 @@ class Balance:
         return float(width * (self.whole[rank] + 2 * self.cut[rank]))
 
 
-def balance(shapes: Sequence[tuple[int, ...]], cuttable: int, ranks: int) -> Balance:
+@lru_cache(maxsize=64)
+def balance(shapes: tuple[tuple[int, ...], ...], cuttable: int, ranks: int) -> Balance:
     """Where `onecopy.shard` puts them.
 
     Args:
@@ -53,6 +55,17 @@ def balance(shapes: Sequence[tuple[int, ...]], cuttable: int, ranks: int) -> Bal
     cut = [round(share * cuttable) for share in fill(whole, cuttable)]
     held = [a + b for a, b in zip(whole, cut, strict=True)]
     return Balance(tuple(whole), tuple(cut), _in_means(costs), _in_means(held))
+
+
+def states_of_muon(shapes: Sequence[tuple[int, ...]], parameters: int) -> float:
+    """Optimizer states for each of so many parameters, where Muon has the matrices of ``shapes`` and AdamW the rest."""
+    return 2.0 - sum(map(prod, shapes)) / max(parameters, 1)
+
+
+def newton_schulz_operations(shapes: tuple[tuple[int, ...], ...], cuttable: int, ranks: int) -> float:
+    """Floating-point operations of Muon's step on the dearest rank."""
+    total = sum(cost_of_newton_schulz(torch.Size(shape)) for shape in shapes)
+    return balance(shapes, cuttable, ranks).computes * total / ranks
 
 
 def _in_means(values: Sequence[float]) -> float:
