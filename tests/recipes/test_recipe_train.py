@@ -111,6 +111,56 @@ def test_job_trains_like_the_naive_twin(
     assert not summary["interrupted"]
 
 
+def muon_twin(rank: int, text: bytes) -> list[float]:
+    """Losses of six steps of torch.optim.Muon over the blocks' matrices and AdamW over the rest, in one process."""
+    torch.manual_seed(5)
+    model = gpt2(257, positions=16)
+    rates = [0.005, 0.01, 0.01, *(0.001 + 0.009 * (1 + math.cos(math.pi * k / 3)) / 2 for k in (1, 2, 3))]
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name]
+    embeddings = [model.transformer.wte.weight, model.transformer.wpe.weight]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    muon = torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW([{"params": embeddings, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+    tokens = torch.tensor([*text, 256])
+    num_train = len(tokens) - int(len(tokens) * 0.05)
+    rows = tokens[: num_train // 16 * 16].view(-1, 16).numpy()
+    found = []
+    batches = Batches(rows, World(0, 0, 1, CPU), batch=12, accumulate=1, seed=5)
+    for rate, ((batch,),) in zip(rates, ((step,) for step in batches), strict=False):
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group |= {"lr": rate} | ({"betas": (0.9, 0.95)} if "betas" in group else {})
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("size, stage", [(2, 3), (3, 2)])
+def test_muon_job_trains_like_its_twin_and_goes_on(text: Path, tmp_path: Path, size: int, stage: int) -> None:
+    """Newton-Schulz computes in bf16, which turns the last bit of a gradient into the third digit of an update."""
+    expected = run_ranks(1, muon_twin, text.read_bytes(), group=False)[0]
+    settings: dict[str, Any] = {
+        "data__train": [str(text)],
+        "parallel__stage": stage,
+        "optimizer__optimizer": "muon",
+        "checkpoint__save_every": 3,
+        "run__profile_step": 0,
+    }
+    records, summary = run(tmp_path, size, **settings)
+    assert losses(records) == pytest.approx(expected, rel=2e-3)
+    # One state of a matrix and two of the rest, as far as one rank's share; AdamW's step counters are 4 bytes each.
+    planned, measured = summary["planned"]["memory"], summary["highest_memory"]
+    assert planned["optimizer"] == pytest.approx(measured["optimizer"], rel=0.05)
+    assert sum(planned.values()) == pytest.approx(sum(measured.values()), rel=0.05)
+    first = next(iter(sorted((Path(summary["checkpoint"]).parent).glob("*3*"))))
+    again, _ = run(tmp_path, 2, **settings, checkpoint__resume=str(first))
+    assert losses(again) == pytest.approx(losses(records)[3:], rel=2e-3)
+
+
 @pytest.mark.parametrize(
     "stage, size, settings", [(3, 4, {}), (2, 4, {"keep_on": "cpu"}), (1, 2, {"partition": False})]
 )
@@ -298,7 +348,7 @@ def test_learning_rate_at_its_corners() -> None:
 )
 def test_optimizer_runs_the_implementation_asked_for(name: Any, fused: bool, foreach: bool) -> None:
     model = torch.nn.Linear(3, 2)
-    optimizer = build_optimizer(model, Optimizer(implementation=name, weight_decay=0.3))
+    optimizer = build_optimizer(model.parameters(), Optimizer(implementation=name, weight_decay=0.3))
     assert [(g["fused"], g["foreach"], g["weight_decay"]) for g in optimizer.param_groups] == [
         (fused, foreach, 0.3),
         (fused, foreach, 0.0),

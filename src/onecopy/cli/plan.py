@@ -46,7 +46,9 @@ def plan(
     precision: Annotated[
         str | None, _option("bf16, bf16-lean, fp16 or fp32; bf16 if not given.", "TEXT", _MODEL)
     ] = None,
-    optimizer: Annotated[str, _option("AdamW's implementation: fused, foreach, for-loop.", "TEXT", _MODEL)] = "fused",
+    optimizer: Annotated[
+        str, _option("AdamW's implementation: fused, foreach, for-loop; or muon.", "TEXT", _MODEL)
+    ] = "fused",
     loss: Annotated[
         str,
         _option("chunked (onecopy.chunk_loss; where the model can) or whole, all logits at once.", "TEXT", _MODEL),

@@ -91,6 +91,8 @@ def run(request: Request) -> bool:
     machine = _machine(request, console)
     job, wishes = _job(request, shape, machine, translation)
     notes = _notes(request, machine, shape, job.precision) + _overrides(request, translation)
+    if job.implementation == "muon":
+        notes.append(_of_muon(job, machine))
     configured = _configured(job, machine, wishes) if request.zero_r else []
     advice = advise(job, machine, wishes)
     swept = None
@@ -214,6 +216,16 @@ def _notes(request: Request, machine: Machine, shape: Shape, precision: str) -> 
     return [assumed(machine), expected(machine, shape), *doubts(machine, gpu_of(request.gpu), precision)]
 
 
+def _of_muon(job: Job, machine: Machine) -> str:
+    """How evenly whole matrices lie on all ranks."""
+    found, matrices = job.balance(machine.gpus), job.shape.matrices
+    return (
+        f"Muon has {len(matrices):,} matrices, each whole on one of {machine.gpus} ranks: the dearest rank computes "
+        f"{found.computes:.2f} times the mean of them, the largest holds {found.holds:.2f} times the mean; "
+        f"{job.optimizer_tensors:.2f} optimizer states for each parameter"
+    )
+
+
 def _overrides(request: Request, translation: Translation | None) -> list[str]:
     """What of the file does not stand, since an option says otherwise; a line each."""
     if translation is None:
@@ -232,7 +244,7 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
     precision = _one_of("precision", asked, ("bf16", "bf16-lean", "fp16", "fp32"))
     if "8bit" in request.optimizer.replace("-", "").replace("_", ""):
         raise SettingsError(eight_bit(sum(unit.parameters for unit in shape.units)))
-    optimizer = _one_of("optimizer", request.optimizer, ("fused", "foreach", "for-loop"))
+    optimizer = _one_of("optimizer", request.optimizer, ("fused", "foreach", "for-loop", "muon"))
     checkpointing = request.checkpointing and _one_of("checkpointing", request.checkpointing, CHECKPOINTING)
     for name, value in (
         ("seq", request.seq),
@@ -251,7 +263,9 @@ def _job(request: Request, shape: Shape, machine: Machine, translation: Translat
     loss_bytes = None if chunked else LOSS_BYTES
     job = Job(shape, _sequence(shape, request.seq), precision, optimizer, loss_bytes)
     # Ranks are simulated without a tensor axis.
-    tensor = request.tensor or (1 if request.simulate else None)
+    if optimizer == "muon" and (request.tensor or 1) > 1:
+        raise SettingsError("--optimizer muon needs whole matrices, which --tensor cuts over ranks: leave one away")
+    tensor = request.tensor or (1 if request.simulate or optimizer == "muon" else None)
     wishes = Wishes(request.stage, request.micro_batch, request.global_batch, checkpointing or None, tensor, preset)
     if translation is not None:
         batch = translation.global_batch

@@ -55,7 +55,7 @@ def check(config: Config) -> None:
     """
     problems = [
         problem
-        for find in (_unused, _offload, _ranks, _device, _model, _data, _evaluation, _resume, _directory)
+        for find in (_unused, _offload, _optimizer, _ranks, _device, _model, _data, _evaluation, _resume, _directory)
         if (problem := find(config))
     ]
     if problems:
@@ -73,6 +73,7 @@ def _unused(config: Config) -> str | None:
         "activations.partition": "activations.recompute" if not config.activations.recompute else None,
         "activations.keep_on": "activations.recompute" if not config.activations.recompute else None,
         "offload.units_ahead": "offload.parameters_on" if config.offload.parameters_on == "device" else None,
+        "optimizer.muon_momentum": "optimizer.optimizer" if config.optimizer.optimizer != "muon" else None,
         "schedule.final_fraction": "schedule.decay" if config.schedule.decay == "constant" else None,
         "evaluation.evaluate_batches": "evaluation.evaluate_every" if not config.evaluation.evaluate_every else None,
         "checkpoint.keep": "checkpoint.save_every" if not config.checkpoint.save_every else None,
@@ -112,6 +113,22 @@ def _offload(config: Config) -> str | None:
         offload.check(Stage.of(config.parallel.stage), _WORDS)
     except SettingsError as error:
         return str(error)
+    return None
+
+
+def _optimizer(config: Config) -> str | None:
+    """What cannot lie whole on one rank, as Muon needs it."""
+    if config.optimizer.optimizer != "muon":
+        return None
+    if config.parallel.tensor > 1:
+        return (
+            f"optimizer.optimizer = 'muon' needs whole matrices, which parallel.tensor = {config.parallel.tensor} cuts "
+            f"over ranks; leave one of them away"
+        )
+    if (offload := offload_of(config)) is not None and offload.on_disk("optimizer"):
+        return (
+            "optimizer.optimizer = 'muon' needs whole matrices in memory; offload.optimizer_on may be 'cpu', no files"
+        )
     return None
 
 

@@ -153,8 +153,14 @@ class Offload(Section):
 
 
 class Optimizer(Section):
-    """AdamW. Parameters with fewer than two dimensions are not decayed."""
+    """What steps. Parameters with fewer than two dimensions are not decayed."""
 
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="'adamw', or 'muon': torch.optim.Muon over the matrices of hidden layers, each whole on one rank, "
+        "and AdamW over the rest.",
+    )
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Decay of Muon's running mean.")
     learning_rate: float = Field(default=1e-3, gt=0, description="The highest learning rate of the schedule.")
     weight_decay: float = Field(default=0.1, ge=0, description="Decoupled weight decay.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 import onecopy
 from onecopy.checkpoint.claim import claim
@@ -15,6 +15,7 @@ from onecopy.checkpoint.group import Group
 from onecopy.errors import SettingsError
 from onecopy.recipes.config import Config
 from onecopy.recipes.report import plain_console
+from onecopy.recipes.schedule import Schedules
 from onecopy.recipes.tokenizer import tokenizer_files
 from onecopy.recipes.world import World
 
@@ -35,8 +36,8 @@ class Keeper:
         world: World,
         directory: Path,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: LRScheduler,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedule: Schedules,
     ) -> None:
         self._settings = config.checkpoint
         self._world = world
@@ -44,7 +45,7 @@ class Keeper:
         trained = directory / "tokenizer"
         self._tokenizer = tokenizer_files(str(trained) if trained.is_dir() else config.data.tokenizer)
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._schedule = schedule
         data = config.data
         # The order of the data depends on these; a run that goes on elsewhere in it would be another one.
@@ -70,7 +71,7 @@ class Keeper:
         source = self._source()
         if source is None:
             return 0
-        loaded = onecopy.load(source, self._model, self._optimizer, scheduler=self._schedule)
+        loaded = onecopy.load(source, self._model, self._optimizers, scheduler=self._schedule)
         saved = loaded.extra.get("order") if isinstance(loaded.extra, dict) else None
         if not isinstance(saved, dict) or saved.keys() != self._order.keys():
             raise SettingsError(
@@ -98,7 +99,7 @@ class Keeper:
         self._saving = onecopy.save(
             self._directory,
             self._model,
-            self._optimizer,
+            self._optimizers,
             scheduler=self._schedule,
             extra={"order": self._order},
             step=step,

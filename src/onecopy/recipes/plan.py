@@ -20,11 +20,13 @@ from onecopy.planner.machine.machine import Machine, gpu_named
 from onecopy.planner.model.schedule import Phase, Schedule, Sizes, Unit, padded_numels
 from onecopy.planner.model.shape import Checkpointing, Shape, Transformer, checkpointed, is_block, kept_bytes
 from onecopy.planner.model.tensor import cut
+from onecopy.planner.model.whole import Balance, balance
 from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
 from onecopy.recipes.model import build_architecture
 from onecopy.recipes.sharded import units_of
 from onecopy.recipes.world import World
+from onecopy.sharding.model.chosen import hidden_matrices
 from onecopy.sharding.setup.paged import SLOTS
 
 _TIMED: Final[tuple[Phase, ...]] = ("forward", "backward", "step")
@@ -89,6 +91,8 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     if config.run.profile_step:
         moments.append(_highest(step_bytes(units, schedule)))
     memory = {name: max(moment[name] for moment in moments) for name in moments[0]}
+    if config.optimizer.optimizer == "muon":
+        memory["optimizer"] = _balance(config, vocabulary, schedule).state_bytes(0, int(schedule.widths.master))
     psi = sum(padded_numels(unit, schedule)[0] for unit in units)
     elements = step_elements(parallel.stage, psi, schedule.shard, schedule.micro_batches, schedule.replicate)
     on_disk = _on_disk(config, psi / schedule.shard, schedule)
@@ -106,6 +110,15 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     if sizes is not None and (machine := _machine(world)) is not None:
         planned["seconds"] = step_seconds(job, machine, option, schedule, units)[0].total
     return planned
+
+
+def _balance(config: Config, vocabulary: int, schedule: Schedule) -> Balance:
+    """How Muon's matrices lie on the ranks."""
+    with torch.device("meta"):
+        model = build_architecture(config, vocabulary)
+    named = dict(model.named_parameters())
+    matrices = tuple(tuple(named.pop(name).shape) for name in hidden_matrices(model))
+    return balance(matrices, sum(parameter.numel() for parameter in named.values()), schedule.slices)
 
 
 def _checkpointing(config: Config) -> Checkpointing:

@@ -14,6 +14,7 @@ from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
 from onecopy.recipes.tensor_parallel import parallelize
 from onecopy.recipes.world import World
+from onecopy.sharding.model.chosen import hidden_matrices
 from onecopy.sharding.model.discover import Units
 
 
@@ -40,6 +41,7 @@ def shard_as(config: Config, world: World, model: nn.Module) -> nn.Module:
         bucket_bytes=parallel.bucket_bytes or None,
         defragment=parallel.defragment,
         offload=offload_of(config),
+        whole=hidden_matrices(model) if config.optimizer.optimizer == "muon" else None,
     )
 
 

@@ -21,7 +21,7 @@ from onecopy.recipes.metrics import JsonLines, Record, Sink, TensorBoard, make_r
 from onecopy.recipes.model import build_model
 from onecopy.recipes.plan import plan_run
 from onecopy.recipes.report import Report, plain_console, print_start, print_summary
-from onecopy.recipes.schedule import build_optimizer, build_schedule
+from onecopy.recipes.schedule import Schedules, build_optimizers
 from onecopy.recipes.settings import dump
 from onecopy.recipes.sharded import shard_as
 from onecopy.recipes.stop import StopRequest
@@ -53,10 +53,10 @@ def train(config: Config, world: World) -> bool:
     model = shard_as(config, world, build_model(config, vocabulary))
     # The same weights everywhere, but dropout of its own on each rank that sees data of its own.
     torch.manual_seed(config.run.seed + world.among_data(parallel.tensor).rank)
-    optimizer = build_optimizer(model, config.optimizer)
-    schedule = build_schedule(optimizer, config.schedule)
+    optimizers = build_optimizers(model, config.optimizer)
+    schedule = Schedules(optimizers, config.schedule)
 
-    keeper = Keeper(config, world, directory, model, optimizer, schedule)
+    keeper = Keeper(config, world, directory, model, optimizers, schedule)
     start = keeper.resume()
     if start >= steps:
         keeper.say(f"nothing to do: {keeper.last} is of step {start}, and schedule.steps is {steps}")
@@ -73,14 +73,15 @@ def train(config: Config, world: World) -> bool:
                     micro_loss.backward()
                     loss += micro_loss.detach()
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or math.inf).item()
-                learning_rate = float(schedule.get_last_lr()[0])
+                learning_rate = schedule.learning_rate
                 # Before the step: what is not finite on one rank must not reach the weights of all.
                 loss_sum, norm_sum, stops = world.sum(loss.item(), norm, stop.made)
                 finite = watch.step_was_finite(step, loss.item(), norm, everywhere=math.isfinite(loss_sum + norm_sum))
-                if finite:
+                for optimizer in optimizers if finite else ():
                     optimizer.step()
                 schedule.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
 
             record = account.step_done(step, loss_sum / world.size, learning_rate, norm, skipped=not finite)
             if step % config.run.log_every == 0 or step in (1, steps) or not finite:

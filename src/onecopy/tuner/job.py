@@ -40,10 +40,20 @@ class TrainingJob(Workload):
     Attributes:
         config: one that `recipes.checks.resolve` returned.
         states: the directory for states on a disk.
+
+    Raises:
+        SettingsError: if the config trains with Muon.
     """
 
     config: Config
     states: str = ""
+
+    def __post_init__(self) -> None:
+        if self.config.optimizer.optimizer != "adamw":
+            raise SettingsError(
+                "onecopy tune measures AdamW, and optimizer.optimizer is 'muon': tune with 'adamw', from which Muon "
+                "differs in the optimizer's step alone, and train with 'muon'"
+            )
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -75,7 +85,7 @@ class TrainingJob(Workload):
 
     def shard(self, model: nn.Module, candidate: Candidate, world: World) -> tuple[nn.Module, torch.optim.Optimizer]:
         config = configured(self.config, candidate, self.states)
-        return shard_as(config, world, model), build_optimizer(model, config.optimizer)
+        return shard_as(config, world, model), build_optimizer(model.parameters(), config.optimizer)
 
     def update(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), self.config.optimizer.clip_norm or math.inf)

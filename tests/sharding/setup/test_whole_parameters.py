@@ -18,7 +18,6 @@ from torch.optim import AdamW, Optimizer
 import onecopy
 from models import TinyGPT, seeded, token_batches
 from one_fork import Forked, On, one_fork
-from onecopy.errors import MismatchError, SettingsError, UsageError
 from onecopy.sharding.setup.api import engine_of
 from oracle import assert_same_weights, gathered_weights, part, train, train_in_rank_order
 
@@ -325,122 +324,6 @@ def test_norms_work_at_any_layout() -> Forked:
                 optimizer = Lamb(model.parameters())
             train(model, optimizer, [part(batch, rank, 2) for batch in batches])
             assert_same_weights(gathered_weights(model), expected, atol=atol)
-
-    yield On(2, run)
-
-
-class Unknown(optim.SGD):
-    """A step of its own, of which nobody has said what it needs."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        raise AssertionError("it must not come so far")
-
-
-REFUSED: dict[str, tuple[dict[str, Any], Callable[[nn.Module], Optimizer], str]] = {
-    "Muon over cut matrices": (
-        {},
-        lambda model: muon_and_adamw(model)[0],
-        r"Muon needs 'blocks\.0\.\S+' \(\d+, \d+\) whole.*optimizer=optimizer.*whole=lambda name, p: p\.ndim == 2",
-    ),
-    "some are whole, not all": (
-        {"whole": ["blocks.0"]},
-        lambda model: muon_and_adamw(model)[0],
-        r"Muon needs 'blocks\.1\.\S+'.*whole=",
-    ),
-    "Adafactor over cut matrices": (
-        {"whole": is_matrix},
-        lambda model: optim.Adafactor(model.parameters()),
-        r"Adafactor needs 'tokens\.weight'.*whole=",
-    ),
-    "LBFGS": ({}, lambda model: optim.LBFGS(model.parameters()), r"LBFGS needs all parameters at once.*AdamW"),
-    "LBFGS over whole ones": (
-        {"whole": lambda name, p: True},
-        lambda model: optim.LBFGS(model.parameters()),
-        "LBFGS needs all parameters at once",
-    ),
-    "a class that nobody knows": (
-        {"whole": is_matrix},
-        lambda model: Unknown(model.parameters()),
-        r"does not know what Unknown needs.*onecopy\.needs_whole\(Unknown\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@one_fork
-def test_what_a_layout_lacks_is_said_before_anything_changes(name: str) -> Forked:
-    settings, make, words = REFUSED[name]
-
-    def run(rank: int) -> None:
-        model = onecopy.shard(seeded(TinyGPT), 3, **settings)
-        before = gathered_weights(model)
-        optimizer = make(model)
-        loss = model(*part(token_batches(1)[0], rank, 2))
-        loss.backward()
-        with pytest.raises(UsageError, match=words):
-            optimizer.step(*([lambda: loss] if isinstance(optimizer, optim.LBFGS) else []))
-        assert_same_weights(gathered_weights(model), before, atol=0)
-
-    yield On(2, run)
-
-
-BAD_SETTINGS: dict[str, tuple[Any, str]] = {
-    "a name that is not there": (["blocks.0.upp"], r"whole= names 'blocks\.0\.upp'.*did you mean 'blocks\.0\.up'"),
-    "a class that is not there": ([nn.Conv2d], "no module that has any"),
-    "a word": ("blocks", "predicate"),
-    "a number": (3, "predicate"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_SETTINGS)
-def test_what_whole_cannot_name_is_an_error(name: str) -> None:
-    whole, words = BAD_SETTINGS[name]
-    model = TinyGPT()
-    with pytest.raises(SettingsError, match=words):
-        onecopy.shard(model, 3, whole=whole)
-    assert not any(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
-
-
-@one_fork
-def test_whole_takes_names_classes_modules_and_parameters() -> Forked:
-    """And leaves what is frozen alone, which no optimizer steps over."""
-
-    def names(model: nn.Module) -> set[str]:
-        return {name for name, p in model.named_parameters() if getattr(p, "slicing", None) and p.slicing.is_whole}
-
-    def run(rank: int) -> None:
-        norms = {f"blocks.{i}.norm{j}.{kind}" for i in (0, 1) for j in (1, 2) for kind in ("weight", "bias")}
-        chosen: list[tuple[Callable[[nn.Module], Any], set[str]]] = [
-            (lambda m: ["tokens.weight", "blocks.1.up"], {"tokens.weight", "blocks.1.up.weight", "blocks.1.up.bias"}),
-            (lambda m: [nn.LayerNorm], norms | {"norm.weight", "norm.bias"}),
-            (lambda m: [m.places, m.blocks[0].down.bias], {"places.weight", "blocks.0.down.bias"}),
-            (lambda m: None, set()),
-        ]
-        for choose, expected in chosen:
-            model = seeded(TinyGPT)
-            onecopy.shard(model, 3, whole=choose(model))
-            assert names(model) == expected
-        model = seeded(TinyGPT)
-        model.blocks[0].requires_grad_(False)
-        assert "blocks.0.up.weight" not in names(onecopy.shard(model, 3, whole=lambda name, p: True))
-
-    yield On(2, run)
-
-
-@one_fork
-def test_ranks_that_choose_differently_are_told() -> Forked:
-    def run(rank: int) -> None:
-        with pytest.raises(MismatchError, match="whole parameter"):
-            onecopy.shard(seeded(TinyGPT), 3, whole=["tokens.weight"] if rank else ["places.weight"])
-
-    yield On(2, run)
-
-
-@one_fork
-def test_whole_parameters_cannot_rest_in_files(tmp_path: Any) -> Forked:
-    def run(rank: int) -> None:
-        with pytest.raises(SettingsError, match="rest in files"):
-            onecopy.shard(seeded(TinyGPT), 3, whole=is_matrix, offload=onecopy.Offload(optimizer=tmp_path))
 
     yield On(2, run)
 

@@ -96,7 +96,10 @@ def options(job: Job, machine: Machine, wishes: Wishes) -> Iterator[Option]:
     cuts = job.shape.transformer is not None and job.shape.transformer.cuts_sequence
     cuts = cuts and not (wishes.checkpointing or "").startswith("P_a")
     for tensor in spread:
-        yield from _options_over(tensor, machine, wishes, sequence=cuts and tensor > 1)
+        for option in _options_over(tensor, machine, wishes, sequence=cuts and tensor > 1):
+            # What lies whole on one rank cannot rest in files.
+            if job.implementation != "muon" or not option.offload.endswith("nvme"):
+                yield option
 
 
 def _options_over(tensor: int, machine: Machine, wishes: Wishes, *, sequence: bool) -> Iterator[Option]:
@@ -324,7 +327,7 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
         return bool(fitting)
 
     fused, lean = replace(job, implementation="fused"), replace(job, precision="bf16-lean")
-    if job.implementation != "fused":
+    if job.implementation not in ("fused", "muon"):
         attempt("AdamW fused", fused, machine, wishes)
     if job.loss_bytes is not None and job.shape.transformer is not None and job.shape.transformer.chunks:
         attempt("a loss in chunks (onecopy.chunk_loss)", replace(job, loss_bytes=None), machine, wishes)
@@ -332,11 +335,11 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
         attempt("checkpoint activations", job, machine, replace(wishes, checkpointing="units"))
     if job.precision == "bf16":
         attempt("bf16-lean, whose gradients are summed in bf16", lean, machine, wishes)
-        if job.implementation != "fused":
+        if job.implementation not in ("fused", "muon"):
             attempt("bf16-lean and AdamW fused", replace(lean, implementation="fused"), machine, wishes)
     if wishes.stage is not None and wishes.stage < 3:
         attempt("raise the stage", job, machine, replace(wishes, stage=3))
-    if wishes.tensor == 1:
+    if wishes.tensor == 1 and job.implementation != "muon":
         attempt("spread blocks over ranks", job, machine, replace(wishes, tensor=None))
     if wishes.micro_batch is not None and wishes.micro_batch > 1:
         attempt("a smaller micro-batch", job, machine, replace(wishes, micro_batch=1))

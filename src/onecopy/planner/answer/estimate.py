@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from math import prod
 from typing import Final, Literal
 
 from onecopy.planner.available import missing
@@ -18,6 +19,7 @@ from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels
 from onecopy.planner.model.shape import Checkpointing, Shape, Work, is_block, kept_bytes
 from onecopy.planner.model.tensor import cut
+from onecopy.planner.model.whole import Balance, balance, newton_schulz_operations, states_of_muon
 from onecopy.planner.quantities import gigabytes
 from onecopy.stage import Stage
 
@@ -46,7 +48,8 @@ class Job:
         shape: the model.
         sequence: tokens in a sample; 1 for models without.
         precision: "bf16", "bf16-lean", "fp16" or "fp32".
-        implementation: of AdamW: "foreach", "fused" or "for-loop".
+        implementation: of AdamW: "foreach", "fused" or "for-loop"; or "muon": that over the matrices of hidden layers,
+            each whole on one rank, and AdamW fused over the rest.
         loss_bytes: temporaries of the loss for each logit; None for a loss that is made in chunks.
     """
 
@@ -59,6 +62,17 @@ class Job:
     @property
     def widths(self) -> Widths:
         return Widths.of(self.precision)
+
+    @property
+    def optimizer_tensors(self) -> float:
+        """States of the optimizer for each parameter that is trained."""
+        trained = sum(unit.parameters for unit in self.shape.units)
+        return states_of_muon(self.shape.matrices, trained) if self.implementation == "muon" else 2.0
+
+    def balance(self, ranks: int) -> Balance:
+        """How Muon's matrices lie on so many ranks."""
+        trained = sum(unit.parameters for unit in self.shape.units)
+        return balance(self.shape.matrices, trained - sum(map(prod, self.shape.matrices)), ranks)
 
 
 @dataclass(frozen=True)
@@ -108,7 +122,8 @@ class Option:
             self.accumulate,
             self.prefetch,
             job.widths,
-            implementation=job.implementation,
+            optimizer_tensors=job.optimizer_tensors,
+            implementation="fused" if job.implementation == "muon" else job.implementation,
         )
 
     def words(self) -> str:
@@ -229,7 +244,7 @@ def least_bytes(job: Job, option: Option) -> float:
     """
     widths = job.widths
     trained = sum(unit.parameters for unit in job.shape.units) / option.tensor / _slices(option)
-    each = float(3 * widths.master + widths.gradient)
+    each = float((1 + job.optimizer_tensors) * widths.master + widths.gradient)
     if option.offload != "none":
         each = 0.0 if option.offload.startswith("parameters") else float(widths.compute)
     return with_overheads(each * trained)
@@ -322,7 +337,8 @@ def _host(job: Job, machine: Machine, option: Option, units: list[Unit]) -> floa
     widths = job.widths
     if option.offload.endswith("cpu"):
         # Masters and gradients lie in page-locked memory, moments beside them.
-        each += pinned_bytes(widths.master * own) + pinned_bytes(widths.gradient * own) + 2 * widths.master * own
+        each += pinned_bytes(widths.master * own) + pinned_bytes(widths.gradient * own)
+        each += job.optimizer_tensors * widths.master * own
         if option.offload == "parameters on cpu":
             each += pinned_bytes(widths.compute * own)
     elif option.offload != "none":
@@ -433,7 +449,9 @@ def _update_seconds(job: Job, machine: Machine, option: Option, own: float, comp
     """Seconds of the optimizer's step, and of transfers that do not hide."""
     widths = job.widths
     if option.offload == "none":
-        return own * 7 * widths.master / machine.gpu.memory_bandwidth, 0.0
+        # Each state is read and written, and so is the master; the gradient is read.
+        moved = own * (3 + 2 * job.optimizer_tensors) * widths.master
+        return moved / machine.gpu.memory_bandwidth + _muon_seconds(job, machine, option), 0.0
     # Gradients leave beside backward, in the dtype in which they are summed.
     down = max(0.0, widths.gradient * own / machine.gpu.host - compute / 2)
     transfer = widths.compute * own / machine.gpu.host + down
@@ -448,6 +466,17 @@ def _update_seconds(job: Job, machine: Machine, option: Option, own: float, comp
         fetched = 2 * widths.compute * own * option.accumulate / source
         transfer += max(0.0, fetched - compute)
     return update, transfer
+
+
+def _muon_seconds(job: Job, machine: Machine, option: Option) -> float:
+    """Seconds of Newton-Schulz on the rank that has most of it to do."""
+    if job.implementation != "muon":
+        return 0.0
+    sizes, ranks = job.shape.transformer, _slices(option)
+    trained = sum(unit.parameters for unit in job.shape.units)
+    matrices = job.shape.matrices
+    operations = newton_schulz_operations(matrices, trained - sum(map(prod, matrices)), ranks)
+    return operations / machine.flops(sizes.hidden if sizes else None)
 
 
 def _limited_by(machine: Machine, option: Option, seconds: StepSeconds) -> str:

@@ -41,6 +41,12 @@ def shard_call(job: Job, found: Estimate) -> str:
     if option.offload != "none":
         lines = [*([_STATES] if option.offload.endswith("nvme") else []), *lines]
         arguments.append(f"offload=onecopy.Offload({_offload(option)})")
+    if job.implementation == "muon":
+        # Repeated blocks have a number in their parameters' names.
+        lines.append("def is_hidden(name, p):")
+        lines.append('    return p.ndim == 2 and any(part.isdigit() for part in name.split("."))')
+        lines.append("hidden = [name for name, p in model.named_parameters() if is_hidden(name, p)]")
+        arguments.append("whole=hidden")
     if found.loads_on_meta:
         lines.append('# built inside `with torch.device("meta"):`, for it does not fit beside its slices')
     lines.append(f"model = onecopy.shard(model, {', '.join(arguments)})")
@@ -48,6 +54,10 @@ def shard_call(job: Job, found: Estimate) -> str:
         lines.append('onecopy.materialize(model, device="cuda")')
     if job.implementation == "fused":
         lines.append("optimizer = torch.optim.AdamW(model.parameters(), fused=True)")
+    if job.implementation == "muon":
+        lines.append("named = dict(model.named_parameters())")
+        lines.append('muon = torch.optim.Muon([named.pop(name) for name in hidden], adjust_lr_fn="match_rms_adamw")')
+        lines.append("adamw = torch.optim.AdamW(named.values(), fused=True)")
     return "\n".join(lines)
 
 
@@ -99,7 +109,8 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
         lines.append(f'precision = "{job.precision}"')
     if Stage.of(option.stage).shards_optimizer and option.replicate > 1:
         lines.append(f"replicate = {option.replicate}")
-    lines += ["", "[optimizer]", f'implementation = "{job.implementation}"']
+    kind = "optimizer" if job.implementation == "muon" else "implementation"
+    lines += ["", "[optimizer]", f'{kind} = "{job.implementation}"']
     if job.loss_bytes is not None:
         lines += ["", "[loss]", "chunked = false"]
     if option.checkpointing != "off":

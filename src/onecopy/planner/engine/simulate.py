@@ -23,6 +23,7 @@ from onecopy.planner.engine.fake import AnyValues, fake_ranks, fake_tensors
 from onecopy.planner.formulas.buffers import STAGING_BYTES
 from onecopy.planner.model.schedule import Schedule, Sizes, Unit
 from onecopy.sharding.graph.tensors import replace_tensors
+from onecopy.sharding.model.chosen import hidden_matrices
 from onecopy.sharding.model.discover import Units, find_parameters, find_scopes, leave_small_to_root
 from onecopy.sharding.setup.api import engine_of
 from onecopy.sharding.tensor.precision import Precision
@@ -140,6 +141,11 @@ def describe_units(
         found = {name: [item.parameter for item in items] for name, items in scopes.items()}
         numels = {name: tuple(p.numel() for p in items if p.requires_grad) for name, items in found.items()}
         frozen = {name: tuple(p.numel() for p in items if not p.requires_grad) for name, items in found.items()}
+        of_muon = {*hidden_matrices(model)}
+        matrices = {
+            name: tuple(tuple(item.parameter.shape) for item in items if item.name in of_muon)
+            for name, items in scopes.items()
+        }
         widths = {
             name: max((p.element_size() for p in items if not p.requires_grad), default=4)
             for name, items in found.items()
@@ -170,6 +176,7 @@ def describe_units(
             logits=0 if name else max(seen.tail, alive.most if alive is not None else 0),
             frozen=frozen.get(name, ()),
             frozen_width=widths.get(name, 4),
+            matrices=matrices.get(name, ()),
         )
         for name in names
     ]

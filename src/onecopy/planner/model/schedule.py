@@ -5,7 +5,7 @@ What is held at each moment of a step follows from the two, see `step.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Final, Literal
 
@@ -38,6 +38,7 @@ class Unit:
         checkpoint: bytes of its inputs that a checkpoint around it keeps on the device, likewise.
         working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
         inputs: bytes of its inputs, of which a checkpoint would keep all or a part; None where there is never one.
+        matrices: shapes of the trained matrices of hidden layers, which are Muon's; with equal ``numels`` they are.
         logits: of the root, bytes kept after its last inner unit: the head's and the loss's, gone first in backward.
     """
 
@@ -50,6 +51,7 @@ class Unit:
     logits: float = 0.0
     frozen: tuple[int, ...] = ()
     frozen_width: int = 4
+    matrices: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
     def parameters(self) -> int:
@@ -92,7 +94,7 @@ class Schedule:
         micro_batches: g.
         prefetch: units gathered ahead.
         widths: bytes of elements.
-        optimizer_tensors: states of a parameter's shape in the master dtype; 2 for Adam.
+        optimizer_tensors: states of a parameter's shape in the master dtype; 2 for Adam, fewer where Muon has its part.
         implementation: of the optimizer: "foreach", "fused" or "for-loop".
         native: the backend has a reduce-scatter of its own (NCCL); gloo's transport stages what peers send, too.
         bucket_bytes: most bytes of one communication buffer, as `onecopy.shard` takes it; None for its default.
@@ -104,7 +106,7 @@ class Schedule:
     micro_batches: int = 1
     prefetch: int = 1
     widths: Widths = Widths()
-    optimizer_tensors: int = 2
+    optimizer_tensors: float = 2
     implementation: str = "fused"
     native: bool = True
     bucket_bytes: int | None = None

@@ -101,6 +101,11 @@ class Shape:
         """Ψ, frozen ones included."""
         return sum(unit.all_parameters for unit in self.units)
 
+    @property
+    def matrices(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the matrices of hidden layers, which are Muon's."""
+        return tuple(shape for unit in self.units for shape in unit.matrices)
+
     def with_activations(
         self,
         micro_batch: int,
@@ -201,7 +206,8 @@ def from_sizes(
         *(hidden, hidden, hidden, hidden),
     )
     root = (vocabulary * hidden, hidden, hidden)
-    units = (Unit("", root), *(Unit(f"layers.{i}", block) for i in range(layers)))
+    matrices = ((3 * hidden, hidden), (hidden, hidden), (wide, hidden), (hidden, wide))
+    units = (Unit("", root), *(Unit(f"layers.{i}", block, matrices=matrices) for i in range(layers)))
     sizes = Transformer(layers, hidden, heads or max(1, hidden // 128), vocabulary)
     return Shape(name or f"GPT of {layers} layers, hidden {hidden}", units, sizes)
 
@@ -219,7 +225,10 @@ def from_count(parameters: float, name: str | None = None) -> Shape:
     vocabulary = max(1, min(50_304, int(parameters / (4 * hidden))))
     each = int((parameters - vocabulary * hidden) // layers)
     rest = int(parameters - vocabulary * hidden - each * layers)
-    units = (Unit("", (vocabulary * hidden + rest,)), *(Unit(f"layers.{i}", (each,)) for i in range(layers)))
+    # Four matrices of a block's width, as a GPT has.
+    matrices = ((each // (4 * hidden), hidden),) * 4
+    blocks = (Unit(f"layers.{i}", (each,), matrices=matrices) for i in range(layers))
+    units = (Unit("", (vocabulary * hidden + rest,)), *blocks)
     # How many heads is not known: so many that every power of two up to there divides them.
     heads = 1 << max(1, hidden // 128).bit_length() - 1
     sizes = Transformer(layers, hidden, heads, vocabulary)

@@ -1,4 +1,6 @@
-"""Parameters that `shard(whole=)` chooses: by name, by the class of the module that holds them, or by a predicate."""
+"""Parameters that `shard(whole=)` chooses: by name, by the class of the module that holds them, or by a predicate; and
+those that Muon is for.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +52,15 @@ def find_chosen(model: nn.Module, whole: Whole | None) -> set[int]:
             )
         found |= ids
     return found
+
+
+def hidden_matrices(model: nn.Module) -> list[str]:
+    """Names of the parameters that Muon is for: matrices, but neither embeddings nor the head of a language model."""
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    outer = [m for m in model.modules() if isinstance(m, nn.Embedding) or m is head]
+    excluded = {id(parameter) for module in outer for parameter in module.parameters()}
+    return [name for name, p in model.named_parameters() if p.ndim == 2 and p.requires_grad and id(p) not in excluded]
 
 
 def _is_wanted(name: str, module: nn.Module, wanted: object) -> bool:

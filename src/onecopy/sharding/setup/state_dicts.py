@@ -18,9 +18,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from onecopy.errors import UsageError
 from onecopy.sharding.model.structure import whole_model_of
+from onecopy.sharding.setup.needs import need_of
+from onecopy.sharding.setup.owned import is_laid_whole
 from onecopy.sharding.setup.whole import allocate
 from onecopy.sharding.tensor.single import gather_slices
 from onecopy.sharding.tensor.sliced import SlicedTensor
@@ -87,7 +90,24 @@ def _optimizer_asked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
         else values
         for number, values in state_dict["state"].items()
     }
-    return {**state_dict, "state": states}
+    return {**state_dict, "state": _with_other_owners(optimizer, states)}
+
+
+def _with_other_owners(optimizer: Optimizer, states: dict[Any, Any]) -> dict[Any, Any]:
+    """The states by number of parameter, those of parameters that other ranks own among them."""
+    need = need_of(optimizer)
+    found: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = {number: p.slicing.axis for number, p in enumerate(found) if is_laid_whole(p, need)}
+    for axis in dict.fromkeys(numbers.values()):
+        own = {number: states[number] for number, along in numbers.items() if along is axis and number in states}
+        for others in axis.exchange_objects(_on_cpu(own)):
+            states |= {number: value for number, value in others.items() if number not in states}
+    return dict(sorted(states.items())) if numbers else states
+
+
+def _on_cpu(value: Any) -> Any:
+    """Tensors in nested values as they can be sent to anybody."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
 
 
 def _whole(value: SlicedTensor, info: Any) -> Tensor:
