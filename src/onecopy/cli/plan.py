@@ -87,7 +87,7 @@ def plan(
         bool,
         typer.Option(
             "--zero-r",
-            help="Plan the five configurations of ZeRO's Table 3 (C1 to C5) for MODEL; without it, for the paper's models.",
+            help="Plan the five configurations of ZeRO's Table 3 (C1 to C5) for MODEL; without it, for the paper's.",
             rich_help_panel=_SHOW,
         ),
     ] = False,
