@@ -91,7 +91,7 @@ class _Claim:
         except OSError as error:
             if error.errno in _TAKEN:
                 raise CheckpointError(
-                    f"another run saves into {str(directory)!r}, {_holder(self._path)}: end that run, or give this "
+                    f"another run saves into {str(directory)!r}: {_holder(self._path)}. End that run, or give this "
                     "run a directory of its own"
                 ) from None
             if error.errno not in _NO_LOCKS:
@@ -116,4 +116,4 @@ def _holder(path: Path) -> str:
         found = read_json(path)
         return printable(f"process {found['process']} on {found['host']} since {found['since']} ({found['command']})")
     except (OSError, ValueError, TypeError, KeyError):
-        return "which has not said its name yet"
+        return "a process that has not written its name yet"

@@ -63,7 +63,7 @@ class Watch:
         if self.spoiled == self._most:
             raise NotFiniteError(
                 f"{self.spoiled} step{'s' * (self.spoiled > 1)} in a row had a loss or gradients that were not "
-                f"finite, and changed no weights. It began in {self._first}. Look at that step's data, lower "
+                f"finite, and changed no weights. The first was {self._first}. Look at that step's data, lower "
                 "optimizer.learning_rate, or resume from an earlier checkpoint; checkpoints saved before are "
                 "untouched"
             )

@@ -104,7 +104,7 @@ def shard(
         stage: what is sharded. 0: nothing. 1: optimizer states. 2: gradients too. 3: parameters too.
         mesh: axes named "shard" and/or "replicate", and "tensor" where the model is tensor-parallel; None shards over
             all ranks of the default process group. Without a process group there is one rank.
-        units: the modules whose parameters are gathered together: "auto", or modules, module classes and names of either.
+        units: the modules whose parameters are gathered together: "auto", or modules, classes of modules, names of either.
         ignored: parameters to leave as they are, modules that hold such parameters, or names of either. They stay plain
             and whole on each rank, with its own values and in their own dtype. The training loop must average their
             gradients itself, before it clips and steps.
