@@ -73,7 +73,9 @@ def test_a_second_run_is_told_who_holds_the_directory(tmp_path: Path) -> None:
         return str(caught.value).replace(f"process {first} ", "process FIRST ")
 
     _, message = run_ranks(2, run)
-    assert re.search(r"belongs to another run, process FIRST on \S+ since 20\S+ \(.*\): end that one, or give", message)
+    assert re.search(
+        r"another run saves into .*: process FIRST on \S+ since 20\S+ \(.*\)\. End that run, or give", message
+    )
 
 
 def test_workers_of_a_run_that_is_gone_do_not_hold_its_directory(tmp_path: Path) -> None:

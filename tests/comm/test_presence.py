@@ -92,7 +92,7 @@ def test_a_rank_that_reads_what_another_has_dropped_long_ago_is_told() -> None:
             model(*batch)
         return str(caught.value)
 
-    assert "dropped its model" in run_ranks(2, run)[1]
+    assert "deleted its model" in run_ranks(2, run)[1]
 
 
 PROGRAM = """

@@ -307,8 +307,8 @@ def _offer_other_sizes(rank: int) -> str:
 @one_fork
 def test_collectives_that_do_not_belong_together_are_refused_where_memory_is_read() -> Forked:
     small, large = yield On(2, _offer_other_sizes)
-    assert "32 bytes where 16 were expected" in small
-    assert "16 bytes where 32 were expected" in large
+    assert "16 bytes were expected; found 32" in small
+    assert "32 bytes were expected; found 16" in large
 
 
 def _leave_before_reading(rank: int) -> str:

@@ -264,7 +264,7 @@ def test_what_onecopy_does_not_do_is_said() -> None:
         model: Any = seeded(TinyGPT)
         fsdp2.fully_shard(model.blocks[0], mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         fsdp2.fully_shard(model)
-        with pytest.raises(SettingsError, match="one mp_policy"):
+        with pytest.raises(SettingsError, match="same mp_policy"):
             model.parameters()
         model = build(fsdp2)
         with pytest.raises(UsageError, match="multiply the loss"):

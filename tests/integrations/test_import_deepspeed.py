@@ -123,7 +123,7 @@ class Evil:
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (lambda tag: (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(), "2 ranks saved it"),
+        (lambda tag: (tag / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(), "saved by 2 ranks"),
         (lambda tag: (tag / "mp_rank_00_model_states.pt").unlink(), "mp_rank_00_model_states.pt is missing"),
         (lambda tag: [path.unlink() for path in tag.glob("zero_*")], "only checkpoints of ZeRO stages"),
         (
@@ -131,7 +131,7 @@ class Evil:
             "posix.system, which could run code",
         ),
         (lambda tag: (tag / "mp_rank_00_model_states.pt").write_bytes(b"half"), "cannot be read"),
-        (lambda tag: shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "layer_00.pt"), "are not read"),
+        (lambda tag: shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "layer_00.pt"), "does not read"),
     ],
 )
 @one_fork

@@ -76,8 +76,8 @@ class _Claim:
             if os.path.samestat(self._path.lstat(), os.fstat(self._handle)):
                 return
         raise CheckpointError(
-            f"{str(self._path.parent)!r} was deleted or replaced while this run saved into it; its earlier checkpoints "
-            f"are not there any more"
+            f"{str(self._path.parent)!r} was deleted or replaced while this run saved into it, and its earlier "
+            "checkpoints are gone: start the run again with a directory that stays"
         )
 
     def _lock(self, directory: Path) -> None:
@@ -91,8 +91,8 @@ class _Claim:
         except OSError as error:
             if error.errno in _TAKEN:
                 raise CheckpointError(
-                    f"{str(directory)!r} belongs to another run, {_holder(self._path)}: end that one, or give this one "
-                    f"a directory of its own"
+                    f"another run saves into {str(directory)!r}: {_holder(self._path)}. End that run, or give this "
+                    "run a directory of its own"
                 ) from None
             if error.errno not in _NO_LOCKS:
                 raise
@@ -116,4 +116,4 @@ def _holder(path: Path) -> str:
         found = read_json(path)
         return printable(f"process {found['process']} on {found['host']} since {found['since']} ({found['command']})")
     except (OSError, ValueError, TypeError, KeyError):
-        return "which has not said its name yet"
+        return "a process that has not written its name yet"

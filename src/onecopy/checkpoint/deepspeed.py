@@ -112,7 +112,7 @@ def import_deepspeed(directory: str | Path, out: str | Path) -> Imported:
         }
         step = int(model[0].get("global_steps") or 0)
         if not 0 <= step < LARGEST:
-            raise CheckpointError(f"{tag}: its number of steps is {step}")
+            raise CheckpointError(f"{tag}: its number of steps must be from 0 to 2**53; found {step}")
         facts = {"sharded_by": "DeepSpeed", "deepspeed": model[0].get("ds_version"), "stage": stage, "shard": ranks}
         contents: Contents = {"model": tensors, "optimizer": {"state": states}}
         aliases = {f"model.{alias}": f"model.{name}" for alias, name in tied.items()}
@@ -151,10 +151,11 @@ def _optim_files(tag: Path) -> list[Path]:
     found = {path: match for path in tag.iterdir() if (match := _OPTIM.fullmatch(path.name))}
     if not found:
         raise CheckpointError(
-            f"{tag}: there is no zero_pp_rank_*_optim_states.pt; only checkpoints of ZeRO stages 1, 2 and 3 are read"
+            f"{tag}: there is no zero_pp_rank_*_optim_states.pt; onecopy reads only checkpoints of ZeRO stages 1, 2 "
+            "and 3"
         )
     if any(int(match[3]) for match in found.values()) or any(tag.glob("layer_*")) or any(tag.glob("*expert*")):
-        raise CheckpointError(f"{tag}: tensor parallel, pipeline parallel and expert checkpoints are not read")
+        raise CheckpointError(f"{tag}: onecopy does not read tensor parallel, pipeline parallel and expert checkpoints")
     return sorted(found, key=lambda path: int(found[path][2]))
 
 
@@ -190,9 +191,11 @@ def _stage(tag: Path, optim: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     counts = optim[0].get("partition_count")
     ranks = max(counts) if isinstance(counts, list | tuple) else int(counts or 0)
     if number not in (1, 2, 3):
-        raise CheckpointError(f"{tag}: its optimizer states name no ZeRO stage of 1, 2 or 3; found {number}")
+        raise CheckpointError(f"{tag}: its optimizer states must name ZeRO stage 1, 2 or 3; found {number}")
     if ranks != len(optim):
-        raise CheckpointError(f"{tag}: {ranks} ranks saved it, and there are optimizer states of {len(optim)}")
+        raise CheckpointError(
+            f"{tag}: it was saved by {ranks} ranks, but there are optimizer states of {len(optim)} ranks"
+        )
     return number, ranks
 
 
@@ -204,10 +207,14 @@ def _flat(tag: Path, optim: Sequence[Mapping[str, Any]], stage: int) -> FlatStat
     )
     base = [rank[states_key] for rank in optim]
     if not all(isinstance(one, dict) and "state" in one for one in base):
-        raise CheckpointError(f"{tag}: its optimizer states are of an elastic checkpoint, which is not read")
+        raise CheckpointError(
+            f"{tag}: its optimizer states are those of an elastic checkpoint, which onecopy does not read"
+        )
     weights = [list(rank[weights_key]) for rank in optim]
     states = [[one["state"][key] for key in sorted(one["state"])] for one in base]
     for own, state in zip(weights, states, strict=True):
         if len(own) != len(state):
-            raise CheckpointError(f"{tag}: there are {len(own)} groups of weights and {len(state)} of states")
+            raise CheckpointError(
+                f"{tag}: it has {len(own)} groups of weights but {len(state)} groups of optimizer states"
+            )
     return FlatStates(weights, states, base[0]["param_groups"], stage)

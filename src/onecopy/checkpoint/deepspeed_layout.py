@@ -101,7 +101,10 @@ def _run(flats: Sequence[Tensor], start: int, count: int) -> Iterator[Tensor]:
 def join(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
     whole = torch.cat([part.reshape(-1) for part in parts])[: shape.numel()]
     if whole.numel() != shape.numel():
-        raise CheckpointError(f"a tensor of shape {tuple(shape)} has {whole.numel()} elements in DeepSpeed's files")
+        raise CheckpointError(
+            f"a tensor of shape {tuple(shape)} has {whole.numel()} elements in DeepSpeed's files, which is not the "
+            "number that its shape needs"
+        )
     return whole.view(shape)
 
 

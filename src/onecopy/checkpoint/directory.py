@@ -60,7 +60,9 @@ def _is_there(directory: Path, name: str) -> bool:
 def check_own(path: Path) -> None:
     """Raise `DamagedCheckpointError` if what a directory lists as a checkpoint is a link to somewhere else."""
     if path.is_symlink():
-        raise DamagedCheckpointError(f"{path}: it is a link, which is not followed; to load it, give its own path")
+        raise DamagedCheckpointError(
+            f"{path}: it is a link, and onecopy does not follow links; to load it, give the path to which it points"
+        )
 
 
 def read_latest(directory: Path) -> str | None:

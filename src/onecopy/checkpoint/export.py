@@ -82,7 +82,9 @@ def export(
     """
     if dtype is not None and dtype not in _NAMES:
         expected = ", ".join(f"torch.{name}" for name in _NAMES.values())
-        raise SettingsError(f"dtype must be one of {expected}, or None for the masters' own; found {dtype!r}")
+        raise SettingsError(
+            f"dtype must be one of {expected}, or None for the dtype of the master weights; found {dtype!r}"
+        )
     target, group = Path(out), Group.current()
     group.finish_background()
     group.on_first("looking at where to export", lambda: _check_free(target))
@@ -101,8 +103,8 @@ def _export(
     path, manifest, job = found.path, found.manifest, found.job
     if job.get("trainable_only"):
         raise CheckpointError(
-            f"{path} holds the trainable parameters alone (save(trainable_only=True)), which transformers would "
-            f"complete with random ones: load it into the model, save that whole, and export it"
+            f"{path} holds the trainable parameters alone (save(trainable_only=True)); transformers would fill in "
+            "random values for the others: load it into the model, save the whole model, and export that"
         )
     saved = found.metadata.state_dict_metadata
     tensors = {
@@ -163,7 +165,7 @@ def _kept(checkpoint: Path, manifest: Manifest) -> dict[str, Callable[[], Binary
             except Refused as error:
                 raise DamagedCheckpointError(f"{checkpoint}: {error}") from None
             if name.endswith((".safetensors", ".safetensors.index.json")):
-                raise DamagedCheckpointError(f"{checkpoint}: it keeps a file {name!r}, which export itself writes")
+                raise DamagedCheckpointError(f"{checkpoint}: it holds a file {name!r}, which export itself writes")
             kept[name] = partial(open_plain, checkpoint / file)
     return kept
 
@@ -207,7 +209,7 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
     try:
         settings = read_json(config)
         if not isinstance(settings, dict):
-            raise Refused("it is no table")
+            raise Refused("it must hold a JSON object")
     except Refused as error:
-        raise CheckpointError(f"config.json cannot be told its new dtype: {error}") from None
+        raise CheckpointError(f"the new dtype cannot be written into config.json: {error}") from None
     config.write_bytes(with_dtype(settings, dtype))

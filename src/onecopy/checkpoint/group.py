@@ -121,7 +121,7 @@ def _make_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     try:
         handle = dist.new_group(backend="gloo", timeout=time_limit(world), group_desc="onecopy checkpoints")
     except RuntimeError as error:
-        raise CollectiveError(f"the ranks could not meet to save or load a checkpoint: {reason(error)}") from error
+        raise CollectiveError(f"the ranks could not connect to save or load a checkpoint: {reason(error)}") from error
     assert isinstance(handle, dist.ProcessGroup)
     return handle
 

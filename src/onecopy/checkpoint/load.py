@@ -118,7 +118,9 @@ def _load(
     states: States = {}
     if optimizers:
         if "optimizer" not in job:
-            raise CheckpointError(f"{path}: no optimizer was saved with it; pass optimizer=None")
+            raise CheckpointError(
+                f"{path}: no optimizer was saved with it; to load only the model, pass optimizer=None"
+            )
         states = make_states(optimizers, named, _states_in(metadata, saved))
         wanted |= {f"optimizer.state.{name}.{key}": t for name, own in states.items() for key, t in own.items()}
     same_ranks = manifest.ranks == group.size

@@ -85,15 +85,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         body = read_json(checkpoint / MANIFEST)
         if not isinstance(body, dict):
-            raise Refused("it is no table")
+            raise Refused("it must hold a JSON object")
         expected = body.pop("sha256", None)
         if expected != _digest(body):
-            raise Refused("its checksum does not fit its content")
+            raise Refused("its content does not match its checksum")
         return _manifest(body)
     except FileNotFoundError:
-        raise DamagedCheckpointError(
-            f"{checkpoint}: there is no {MANIFEST}, so its save never came to an end"
-        ) from None
+        raise DamagedCheckpointError(f"{checkpoint}: there is no {MANIFEST}, so its save was never completed") from None
     except (OSError, Refused) as error:
         raise DamagedCheckpointError(f"{checkpoint}: {MANIFEST} cannot be used: {reason(error)}") from None
 
@@ -102,7 +100,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
     """The manifest that a table holds, of which the checksum says that it is unchanged, and not that it makes sense."""
     number = body.get("format")
     if type(number) is not int or not 1 <= number <= FORMAT:
-        raise Refused(f"its format is {number!r} and this version of onecopy reads 1 to {FORMAT}")
+        raise Refused(f"its format is {number!r}, but this version of onecopy reads formats 1 to {FORMAT}")
     expected = {"step", "sequence", "ranks", "saved_by", "files", "format"}
     if body.keys() != expected:
         raise Refused(f"it must have {', '.join(sorted(expected))}; found {', '.join(sorted(body))}")
@@ -122,7 +120,7 @@ def _number(table: Mapping[str, Any], name: str) -> int:
 
 def _entry(value: Any) -> FileEntry:
     if not isinstance(value, dict) or value.keys() != {"size", "sha256"}:
-        raise Refused("of a file it must have size and sha256")
+        raise Refused("it must give size and sha256 for each file, and nothing else")
     if not isinstance(value["sha256"], str) or not _CHECKSUM.fullmatch(value["sha256"]):
         raise Refused("a sha256 must be 64 hexadecimal digits")
     return FileEntry(_number(value, "size"), value["sha256"])
@@ -141,9 +139,7 @@ def check_sizes(checkpoint: Path, manifest: Manifest) -> None:
         except Refused as error:
             raise DamagedCheckpointError(f"{checkpoint}: file {name!r} cannot be used: {error}") from None
         if size != entry.size:
-            raise DamagedCheckpointError(
-                f"{checkpoint}: file {name!r} has {size} bytes where {entry.size} were written"
-            )
+            raise DamagedCheckpointError(f"{checkpoint}: file {name!r} must have {entry.size} bytes; found {size}")
 
 
 def check_content(checkpoint: Path, manifest: Manifest, names: Iterable[str]) -> None:
@@ -157,7 +153,7 @@ def check_content(checkpoint: Path, manifest: Manifest, names: Iterable[str]) ->
         except (OSError, Refused) as error:
             raise DamagedCheckpointError(f"{checkpoint}: file {name!r} cannot be read ({reason(error)})") from None
         if digest.hexdigest() != manifest.files[name].sha256:
-            raise DamagedCheckpointError(f"{checkpoint}: the bytes of file {name!r} are not those that were written")
+            raise DamagedCheckpointError(f"{checkpoint}: the content of file {name!r} has changed since it was written")
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -87,7 +87,9 @@ def read_metadata(checkpoint: Path) -> Metadata:
         # An unpickler raises whatever the classes raise that it builds.
         raise Refused(reason(error)) from None
     if type(metadata) is not Metadata:
-        raise Refused(f"it is a {type(metadata).__name__}")
+        raise Refused(
+            f"it must hold a Metadata object of torch.distributed.checkpoint; found {type(metadata).__name__}"
+        )
     _check_tensors(metadata, _check_places(metadata, checkpoint))
     return metadata
 
@@ -96,12 +98,12 @@ def _check_places(metadata: Metadata, checkpoint: Path) -> int:
     """Every piece lies in a plain file of the checkpoint. Returns the bytes of all these files."""
     sizes: dict[str, int] = {}
     if not isinstance(metadata.storage_data, dict):
-        raise Refused("it says nowhere where tensors lie")
+        raise Refused("it does not say in which files tensors are")
     for index, place in metadata.storage_data.items():
         if type(index) is not MetadataIndex or type(place) is not _StorageInfo or not isinstance(index.fqn, str):
-            raise Refused("it names a place of another kind than DCP writes")
+            raise Refused("it gives a tensor's place in a form that torch.distributed.checkpoint does not write")
         if getattr(place, "transform_descriptors", None):
-            raise Refused("its tensors are compressed, which onecopy does not do")
+            raise Refused("its tensors are compressed; onecopy reads only uncompressed tensors")
         if place.relative_path not in sizes:
             name = plain_name(place.relative_path)
             sizes[name] = plain_size(checkpoint / name)
@@ -118,7 +120,7 @@ def _check_tensors(metadata: Metadata, total: int) -> None:
     places: dict[Any, Any] = metadata.storage_data
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(key, str) or type(tensor) not in (TensorStorageMetadata, BytesStorageMetadata):
-            raise Refused("it lists something that is no tensor")
+            raise Refused("it lists something that is not a tensor")
         path = (metadata.planner_data or {}).get(key, ())
         if not isinstance(path, tuple) or not all(isinstance(part, str | int) for part in path):
             raise Refused(f"the path of {shorten(key)!r} is none")
@@ -147,11 +149,11 @@ def _check_tensors(metadata: Metadata, total: int) -> None:
 
 def _size(size: Any) -> torch.Size:
     if not isinstance(size, torch.Size):
-        raise Refused("a size is none")
+        raise Refused("a size must be a torch.Size")
     _count(*size)
     return size
 
 
 def _count(*numbers: Any) -> None:
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
-        raise Refused("a number of bytes or elements is none")
+        raise Refused("a number of bytes or elements is not a whole number of at least 0")

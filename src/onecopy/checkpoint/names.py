@@ -50,8 +50,8 @@ class Named:
             if own is parameter:
                 return name
         raise UsageError(
-            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is none of the model's; pass the "
-            f"optimizer that was made from model.parameters(), after onecopy.shard."
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is none of the model's; pass an "
+            "optimizer that you made from model.parameters() after onecopy.shard."
         )
 
 
@@ -83,8 +83,8 @@ def check_has_values(named: Named) -> None:
     for name, tensor in named.tensors.items():
         if tensor.is_meta:
             raise UsageError(
-                f"{name!r} is on the meta device and has no values: call onecopy.materialize(model) first, before the "
-                f"optimizer is made; or onecopy.load_pretrained, which gives memory and values"
+                f"{name!r} is on the meta device and has no values: first call onecopy.materialize(model), before "
+                "you make the optimizer, or onecopy.load_pretrained, which gives memory and values"
             )
 
 

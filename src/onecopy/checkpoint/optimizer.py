@@ -167,8 +167,8 @@ def put_states(optimizer: Optimizer, named: Named, tensors: States, rest: Mappin
     kinds = {rest["kind"], *(group.get("kind") for group in rest["groups"] if held & {*group["names"]})}
     if strange := kinds - {None, type(optimizer).__name__}:
         raise CheckpointError(
-            f"the checkpoint has the states of {strange.pop()}, which {type(optimizer).__name__} cannot continue; pass "
-            f"such an optimizer, or optimizer=None to load the model alone"
+            f"the checkpoint has the states of {strange.pop()}, which {type(optimizer).__name__} cannot continue; "
+            "pass an optimizer of that kind, or optimizer=None to load only the model"
         )
     group_of = {name: group["values"] for group in rest["groups"] for name in group["names"]}
     missing = [name for group in names for name in group if name not in group_of]

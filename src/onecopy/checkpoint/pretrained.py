@@ -133,7 +133,7 @@ def _listed_in(index: Path) -> list[str]:
         table = read_json(_own(index))
         listed = table.get("weight_map") if isinstance(table, dict) else None
         if not isinstance(listed, dict):
-            raise Refused("it has no table weight_map")
+            raise Refused("it must have an object weight_map; found none")
         return sorted({plain_name(name) for name in listed.values()})
     except (OSError, Refused) as error:
         raise CheckpointError(f"{str(index)!r} is no index of weights: {reason(error)}") from None
@@ -248,6 +248,6 @@ def _initialise(model: nn.Module, module: nn.Module, init: Callable[[nn.Module],
         reset()
     else:
         raise UsageError(
-            f"{type(module).__name__} has buffers that no file holds, and no reset_parameters(): pass "
-            f"onecopy.load_pretrained(..., init=callback)."
+            f"{type(module).__name__} has buffers that no file holds, and no reset_parameters() to compute them: "
+            "pass onecopy.load_pretrained(..., init=callback)."
         )

@@ -79,7 +79,7 @@ def save(
         CheckpointError: if it could not be saved; earlier checkpoints are untouched.
     """
     if keep is not None and keep < 1:
-        raise SettingsError(f"keep must be at least 1, the checkpoint being saved; found {keep}")
+        raise SettingsError(f"keep must be at least 1, so that the checkpoint being saved stays; found {keep}")
     if step is not None and (isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < LARGEST):
         raise SettingsError(f"step must be a whole number, 0 or more and below 2**53; found {step!r}")
     group = Group.current()
@@ -98,8 +98,8 @@ def save(
         found, rest = _collect(named, everything, optimizers, elsewhere, group.rank)
         if _holds_slice(extra):
             raise UsageError(
-                "extra holds slices of sharded tensors (an onecopy.ema, a parameter, a state), of which it would keep "
-                "the first rank's alone: give them as rank_extra=, which keeps each rank's."
+                "extra holds slices of sharded tensors (an onecopy.ema, a parameter, a state), but only the first "
+                "rank's extra is saved: pass them as rank_extra=, which keeps each rank's."
             )
         rest |= {
             "extra": extra,
@@ -153,7 +153,9 @@ def _collect(
 def _without_frozen(named: Named) -> Named:
     parameters = {name: p for name, p in named.parameters.items() if p.requires_grad}
     if not parameters:
-        raise UsageError("trainable_only=True would save no parameter: all of the model's are frozen")
+        raise UsageError(
+            "trainable_only=True would save no parameter, because all of the model's are frozen: leave it out"
+        )
     there = {*parameters, *named.buffers}
     aliases = {alias: name for alias, name in named.aliases.items() if name in there}
     return Named(parameters, named.buffers, aliases, named.objects)
@@ -171,8 +173,8 @@ def _check_finite(contents: Contents) -> None:
     ]
     if (name := first_not_finite(parts)) is not None:
         raise NotFiniteError(
-            f"{name} holds nan or inf, and a checkpoint of it would take a good one's place: go back to the last "
-            f"checkpoint; or pass allow_not_finite=True"
+            f"{name} holds nan or inf, and a checkpoint of it would take the place of a good one: go back to the "
+            "last checkpoint; or pass allow_not_finite=True"
         )
 
 
@@ -189,8 +191,8 @@ def _packed(value: Any, what: str) -> Tensor:
         return pack(value)
     except Exception as error:
         raise UsageError(
-            f"{what} holds a value that a checkpoint does not keep, for loading it could run code: give numbers, "
-            f"strings, tensors, and lists, tuples and dicts of them ({reason(error)})"
+            f"{what} holds a value that a checkpoint does not keep, because loading it could run code: give only "
+            f"numbers, strings, tensors, and lists, tuples and dicts of them ({reason(error)})"
         ) from None
 
 

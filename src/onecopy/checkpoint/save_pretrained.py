@@ -56,7 +56,9 @@ def save_pretrained(
         SettingsError: if ``dtype`` is not a floating-point dtype, or ``file_bytes`` is not a positive whole number.
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise SettingsError(f"dtype must be a floating-point one, or None for the masters' own; found {dtype}")
+        raise SettingsError(
+            f"dtype must be a floating-point dtype, or None for that of the master weights; found {dtype}"
+        )
     named = name_tensors(model)
     check_has_values(named)
     target = Path(directory)
@@ -87,7 +89,10 @@ def save_tensors(
 
     def check() -> None:
         if (name := first_not_finite(tensors.items())) is not None:
-            raise NotFiniteError(f"{name!r} holds nan or inf, and its file would take a good one's place")
+            raise NotFiniteError(
+                f"{name!r} holds nan or inf, and its file would take the place of a good one: go back to the last "
+                "good weights"
+            )
 
     group.together("looking at weights", check)
     return write_weights(_Running(tensors, dtype, group.rank), directory, group=group, file_bytes=file_bytes, stem=stem)

@@ -199,7 +199,7 @@ def read_job(checkpoint: Path) -> dict[str, Any]:
         with open_plain(checkpoint / JOB) as file:
             job = load_values(file)
         if not _is_job(job):
-            raise Refused("it is not what onecopy.save writes")
+            raise Refused("it does not have the form that onecopy.save writes")
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{checkpoint}: {JOB} cannot be used: {reason(error)}") from None
     found: dict[str, Any] = job

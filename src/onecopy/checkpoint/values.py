@@ -60,7 +60,7 @@ def load_values(source: BinaryIO | Path, *, mmap: bool = False, stand_ins: Seque
         raise Refused(reason(error)) from None
     for found in walk(value):
         if isinstance(found, torch.Tensor) and found.numel() * found.itemsize > found.untyped_storage().nbytes():
-            raise Refused(f"it holds a tensor of shape {tuple(found.shape)} that has fewer bytes than elements")
+            raise Refused(f"it holds a tensor of shape {tuple(found.shape)} with fewer bytes than its elements need")
     return value
 
 
@@ -96,7 +96,7 @@ def check_pickle(content: bytes) -> None:
         position += 1
         steps += 1
         if argument is None or code in _BY_EXTENSION:
-            raise Refused("its pickle has an instruction that nothing saved needs")
+            raise Refused("its pickle has an instruction that no checkpoint needs")
         if argument >= 0:
             if code in places and int.from_bytes(content[position : position + argument], "little") > steps:
                 raise Refused("its pickle numbers its values beyond their count")
@@ -111,7 +111,7 @@ def check_pickle(content: bytes) -> None:
                     raise Refused("its pickle is cut short")
             if code == _GLOBAL and content[start : position - 1] in _ALLOCATING:
                 name = content[start : position - 1].decode().replace("\n", ".")
-                raise Refused(f"it asks for {name}, which nothing saved needs")
+                raise Refused(f"it asks for {name}, which no checkpoint needs")
             if code == _TEXT_PLACE and not _is_count(content[start : position - 1], steps):
                 raise Refused("its pickle numbers its values beyond their count")
         else:

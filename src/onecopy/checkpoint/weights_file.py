@@ -29,14 +29,14 @@ def check_safetensors(path: Path) -> None:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_LENGTH), "little")
         if not 2 <= length <= min(LARGEST_JSON, size - _LENGTH):
-            raise Refused(f"its header says that it has {length:,} bytes, and the file has {size:,}")
+            raise Refused(f"its header claims {length:,} bytes, but the file has only {size:,}")
         header = parse_json(file.read(length))
     if not isinstance(header, dict):
-        raise Refused("its header is no table")
+        raise Refused("its header must hold a JSON object")
     notes = header.pop("__metadata__", None)
     for name, tensor in header.items():
         if not _fits(tensor, size - _LENGTH - length):
-            raise Refused(f"its tensor {shorten(repr(name))} does not lie in the file")
+            raise Refused(f"its tensor {shorten(repr(name))} reaches beyond the file")
     if isinstance(notes, dict) and _SHARDING in notes:
         _check_sharding(notes[_SHARDING], header)
 

@@ -155,7 +155,7 @@ def _lay_out(tensors: Mapping[str, Tensor], file_bytes: int, stem: str) -> list[
     used = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
-            raise UsageError(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold")
+            raise UsageError(f"{name!r} has dtype {tensor.dtype}, which safetensors cannot hold; onecopy.save can")
         if groups[-1] and used + tensor.nbytes > file_bytes:
             groups.append([])
             used = 0

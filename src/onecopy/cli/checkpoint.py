@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from onecopy.checkpoint.inspect import Inspected
 
 _SOURCE = typer.Argument(
-    metavar="CHECKPOINT", help="A checkpoint, or a directory of them, of which the newest whole one is taken."
+    metavar="CHECKPOINT", help="A checkpoint, or a directory of checkpoints, of which the newest whole one is taken."
 )
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a directory of them.")],
+    directory: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint or a directory of them.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Look at the files' sizes alone, not at every byte.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Check only the sizes of files, not every byte.")] = False,
 ) -> None:
-    """Say what is in a checkpoint, whether it is whole, and who can load it.
+    """Show what is in a checkpoint, whether it is whole, and who can load it.
 
-    Exit code 0: all that was looked at is whole. 1: something is damaged. 2: there is no checkpoint.
+    Exit code 0: all checkpoints that were checked are whole. 1: one is damaged. 2: there is no checkpoint.
     """
     from onecopy.checkpoint.inspect import inspect as look
 
@@ -46,15 +46,15 @@ def export(
     checkpoint: Annotated[Path, _SOURCE],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is new or empty.")],
     dtype: Annotated[
-        str, typer.Option(metavar="saved|fp32|bf16|fp16", help="Of the weights; 'saved' keeps the master weights'.")
+        str, typer.Option(metavar="saved|fp32|bf16|fp16", help="Dtype of the weights; 'saved': as the master weights.")
     ] = "saved",
-    file_size: Annotated[float, typer.Option(metavar="GB", help="At most so many GB (1e9 bytes) in a file.")] = 5.0,
+    file_size: Annotated[float, typer.Option(metavar="GB", help="Most GB (1e9 bytes) in one file.")] = 5.0,
     asset: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A file to put beside the weights: config.json, a tokenizer's. Repeats."),
+        typer.Option(metavar="FILE", help="A file to put beside the weights, such as config.json. May repeat."),
     ] = None,
 ) -> None:
-    """Write a checkpoint's weights as Hugging Face safetensors, with the config and tokenizer saved with it."""
+    """Write a checkpoint's weights as Hugging Face safetensors, with its config and tokenizer."""
     from onecopy.checkpoint.export import DTYPES, export
 
     with _errors():
@@ -74,12 +74,13 @@ def import_deepspeed(
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="What DeepSpeed's save_checkpoint wrote: the directory with `latest`, or one tag."
+            metavar="DIR",
+            help="What DeepSpeed's save_checkpoint wrote: the directory with `latest`, or that of one tag.",
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory of onecopy checkpoints, which may be new.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory of onecopy checkpoints; it may be new.")],
 ) -> None:
-    """Turn a ZeRO checkpoint of DeepSpeed (stage 1, 2 or 3) into one of onecopy: weights and optimizer states."""
+    """Convert a ZeRO checkpoint of DeepSpeed (stage 1, 2 or 3) into one of onecopy: weights and optimizer states."""
     from onecopy.checkpoint.deepspeed import import_deepspeed as convert
 
     with _errors():

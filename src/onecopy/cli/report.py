@@ -12,23 +12,25 @@ from onecopy.errors import SettingsError
 
 
 def report(
-    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="What `onecopy train` wrote.")],
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory that `onecopy train` wrote.")],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The page; report.html in RUN_DIR if not given.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Where to write the page. Left out: report.html in RUN_DIR.", show_default=False
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The recorded step for ui.perfetto.dev, if there is one; trace.json beside the page if not given.",
+            help="Where to write the recorded step for ui.perfetto.dev. Left out: trace.json beside the page.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Make one HTML file of a run: memory, traffic, a timeline of one step, loss and speed.
+    """Write one HTML file about a run: memory, traffic, a timeline of one step, loss and speed.
 
-    It needs no network to open. The timeline is also written in Chrome's trace format.
+    The file opens without a network. The timeline is also written in Chrome's trace format.
     """
     from onecopy.report.page import render
     from onecopy.report.perfetto import perfetto_trace

@@ -96,19 +96,19 @@ def _with_config_options(command: Callable[..., None]) -> Callable[..., None]:
 @_with_config_options
 def train(
     config_file: Annotated[
-        str | None, typer.Argument(metavar="[CONFIG.TOML]", help="A config; options win over it.")
+        str | None, typer.Argument(metavar="[CONFIG.TOML]", help="A config file; options override it.")
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the config as commented TOML, and do nothing else.")
+        bool, typer.Option("--print-config", help="Print the config as TOML with comments, and stop.")
     ] = False,
     *,
     overrides: dict[str, Any],
 ) -> None:
     """Train a causal language model.
 
-    Without arguments: a small GPT-2 on the text of Python's own documentation, stage 3 over 2 ranks.
+    Without arguments it trains a small GPT-2 on the text of Python's own documentation, at stage 3 over 2 ranks.
 
-    It starts its ranks itself; under torchrun it is one of the ranks that torchrun started.
+    The command starts its ranks itself. Under torchrun it is one of the ranks that torchrun started.
 
     An option may also be written with its section, as in --parallel.stage 3.
     """

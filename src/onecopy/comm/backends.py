@@ -112,9 +112,9 @@ def with_control(peers: Peers) -> Peers | None:
             )
         except RuntimeError as error:
             raise CollectiveError(
-                f"ranks {peers.ranks} could not meet over gloo, which carries control messages beside the process "
-                f"group's own backend ({str(error).strip().splitlines()[0]}): look at the other ranks' output, and set "
-                f"GLOO_SOCKET_IFNAME to a network interface by which they reach each other."
+                f"ranks {peers.ranks} could not connect over gloo, which carries control messages beside the process "
+                f"group's own backend ({str(error).strip().splitlines()[0]}): look at the other ranks' output, and "
+                "set GLOO_SOCKET_IFNAME to a network interface by which they reach each other."
             ) from error
         assert isinstance(beside, dist.ProcessGroup)
         _beside[peers.group] = beside

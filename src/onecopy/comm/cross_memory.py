@@ -99,7 +99,10 @@ class Fetch:
         mailbox, tensor = self._mailbox, self._tensor
         _, address, nbytes, number = mailbox.wait(self._offered, seconds_of(timeout, self._limit))
         if nbytes != tensor.nbytes:
-            raise Disagreement(f"it offers {nbytes} bytes where {tensor.nbytes} were expected")
+            raise Disagreement(
+                f"{tensor.nbytes} bytes were expected; found {nbytes}. The ranks do not run the same model or the "
+                "same steps"
+            )
         if not Window(mailbox.process, address, tensor.data_ptr(), nbytes).read():
             raise PeerGone(mailbox.process)
         mailbox.write((_TAKEN + number, 0, 0, 0), self._limit)

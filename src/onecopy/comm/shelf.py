@@ -204,7 +204,10 @@ class _Read:
         if into.dtype != self._dtype:
             into = torch.empty_like(into, dtype=self._dtype)
         if nbytes != into.nbytes:
-            raise Disagreement(f"it has laid out {nbytes} bytes where {into.nbytes} were expected")
+            raise Disagreement(
+                f"{into.nbytes} bytes were expected; found {nbytes}. The ranks do not run the same model or the same "
+                "steps"
+            )
         if not Window(self._mailbox.process, address, into.data_ptr(), nbytes).read():
             raise PeerGone(self._mailbox.process)
         # It may have been taken away meanwhile.
@@ -225,7 +228,10 @@ class _Read:
     def _check(self) -> None:
         found = self._card[_VERSION]
         if found == _CLOSED:
-            raise Disagreement("it has dropped its model, which this rank still uses")
+            raise Disagreement(
+                "it has deleted its model, which this rank still uses: keep the model on every rank as long as one "
+                "uses it"
+            )
         if found > self._version:
             raise Disagreement(
                 f"it has written its parameters {found} times and this rank {self._version} times: every rank must "

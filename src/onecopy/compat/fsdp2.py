@@ -90,23 +90,23 @@ def fully_shard(
     """
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise SettingsError(
-            f"reshard_after_forward={reshard_after_forward} reshards to fewer ranks, which onecopy does not: give "
-            f"True, or a mesh of two axes, which keeps slices within the second"
+            f"reshard_after_forward={reshard_after_forward} would reshard to fewer ranks, which onecopy does not do: "
+            "pass True, or a mesh of two axes, which keeps slices within the second axis"
         )
     if shard_placement_fn is not None:
         raise SettingsError(
-            "shard_placement_fn= has no place here: slices are equal runs of a unit's elements; leave it out"
+            "shard_placement_fn= cannot be honoured, because slices are equal runs of a unit's elements: leave it out"
         )
     if offload_policy is not None and type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
         raise SettingsError(
             f"offload_policy must be an OffloadPolicy or a CPUOffloadPolicy; found {type(offload_policy).__name__}. "
-            f"onecopy.Offload, which onecopy.shard takes, knows directories too"
+            "To offload to a directory, pass onecopy.Offload to onecopy.shard instead"
         )
     policy = mp_policy or MixedPrecisionPolicy()
     if policy.param_dtype is not None and not policy.cast_forward_inputs:
         raise SettingsError(
-            "mp_policy has cast_forward_inputs=False, but onecopy casts the inputs of every unit under param_dtype: "
-            "cast them inside the unit's forward where they are to be wider"
+            "mp_policy has cast_forward_inputs=False, but onecopy casts the inputs of every unit to param_dtype: "
+            "leave it out. If a unit needs wider inputs, cast them inside its forward"
         )
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     call = _Call(mesh, reshard_after_forward, policy, offloads, frozenset(ignored_params or ()))
@@ -119,8 +119,9 @@ def _mark(module: nn.Module, call: _Call) -> None:
     for name, part in module.named_modules():
         if find_engine(part) is not None:
             raise UsageError(
-                f"{name or type(module).__name__!r} is sharded already, since it computed or its parameters were asked "
-                f"for: call fully_shard on all modules first, the whole model last"
+                f"{name or type(module).__name__!r} is sharded already. That happens when it first computes, or when "
+                "its parameters are first asked for: call fully_shard on all modules before that, the whole model "
+                "last"
             )
     own = _Call(call.mesh, call.reshard, call.policy, call.offloads, call.ignored)
     module.__dict__[_CALL] = own
@@ -169,11 +170,15 @@ def _shard(root: nn.Module) -> None:
     calls = [part.__dict__[_CALL] for part in inner]
     for call in calls:
         if _dtypes(call.policy) != _dtypes(own.policy):
-            raise SettingsError(f"all units of a model must have one mp_policy; found {call.policy} and {own.policy}")
+            raise SettingsError(
+                f"all units of a model must have the same mp_policy; found {call.policy} and {own.policy}"
+            )
         if call.offloads != own.offloads:
-            raise SettingsError("all units of a model must have one offload_policy; found one with and one without it")
+            raise SettingsError(
+                "all units of a model must have the same offload_policy; found one with and one without it"
+            )
         if call.mesh != own.mesh:
-            raise SettingsError(f"all units of a model must have one mesh; found {call.mesh} and {own.mesh}")
+            raise SettingsError(f"all units of a model must have the same mesh; found {call.mesh} and {own.mesh}")
     kept = all(call.reshard is False for call in calls or [own])
     # Asking a marked module for its parameters would come back here.
     parameters = [parameter for _, parameter in nn.Module.named_parameters(root)]
@@ -214,7 +219,7 @@ def _named(mesh: DeviceMesh | None) -> DeviceMesh | None:
     if mesh is None:
         return None
     if mesh.ndim > 2:
-        raise SettingsError(f"mesh must have one axis, or two: replicate and shard; found {mesh.ndim}")
+        raise SettingsError(f"mesh must have one axis, or two axes (replicate and shard); found {mesh.ndim} axes")
     names = ("shard",) if mesh.ndim == 1 else ("replicate", "shard")
     if mesh.mesh_dim_names == names:
         return mesh
@@ -302,7 +307,10 @@ class FSDPModule(nn.Module):
         Raises:
             UsageError: always.
         """
-        raise UsageError("gradients are averaged over ranks: multiply the loss by the number of ranks over the factor")
+        raise UsageError(
+            "gradients are averaged over ranks and cannot be divided by another factor: multiply the loss by the "
+            "number of ranks over the factor"
+        )
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 

@@ -132,7 +132,7 @@ def _offload(what: str, found: Translation, value: Any) -> str | None:
     if device not in ("cpu", "nvme"):
         raise SettingsError(f"the device to which {what} are offloaded must be none, cpu or nvme; found {device!r}")
     if device == "nvme" and not settings.get("nvme_path"):
-        raise SettingsError(f"{what} are offloaded to nvme: give nvme_path, the directory on it")
+        raise SettingsError(f"{what} are offloaded to nvme, but nvme_path is missing: give the directory on that disk")
     found.rests[what] = "cpu" if device == "cpu" else str(settings["nvme_path"])
     return None
 

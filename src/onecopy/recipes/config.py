@@ -20,8 +20,8 @@ class Model(Section):
 
     path: str = Field(
         default="",
-        description="A causal LM of transformers: a local directory (config, weights, tokenizer) or a config.json "
-        "(random weights). Empty: a small GPT-2 of the sizes below.",
+        description="A causal language model of transformers: a local directory with config, weights and tokenizer, or "
+        "a config.json for random weights. Empty: a small GPT-2 of the sizes below.",
     )
     layers: int = Field(default=4, ge=1, description="Transformer blocks of the small GPT-2.")
     hidden: int = Field(default=192, ge=1, description="Width of the small GPT-2.")
@@ -29,21 +29,21 @@ class Model(Section):
 
 
 class Data(Section):
-    """What to read."""
+    """Which text to train on."""
 
     train: list[str] = Field(
         default=[],
         description="Files or directories of .txt (a file is a document), .jsonl or .parquet (a row is a document). "
-        "Empty: the text of Python's own documentation, from the standard library.",
+        "Empty: the documentation inside Python's standard library.",
     )
     validation: list[str] = Field(
-        default=[], description="The same for evaluation. Empty: the end of the training text."
+        default=[], description="Files or directories for evaluation. Empty: the end of the training text."
     )
     validation_fraction: float = Field(
         default=0.05,
         ge=0,
         lt=1,
-        description="Share of the training text kept for evaluation when no validation is given.",
+        description="Share of the training text that is kept for evaluation, if data.validation is empty.",
     )
     text_field: str = Field(default="text", description="The field of .jsonl and .parquet rows that holds the text.")
     tokenizer: str = Field(
@@ -51,9 +51,11 @@ class Data(Section):
         description="'bytes': the 256 byte values. 'train': byte-level BPE trained on the training text. Otherwise a "
         "directory with a tokenizer of transformers. 'auto': the model directory's; bytes where model.path names none.",
     )
-    vocabulary: int = Field(default=4096, ge=257, description="Tokens of a tokenizer trained on the data.")
+    vocabulary: int = Field(
+        default=4096, ge=257, description="Number of tokens of a tokenizer that is trained on the data."
+    )
     sequence_length: int = Field(default=128, ge=2, description="Tokens in a sequence.")
-    batch: int = Field(default=16, ge=1, description="Sequences in a step, over all ranks and micro-batches.")
+    batch: int = Field(default=16, ge=1, description="Sequences in a step, summed over all ranks and micro-batches.")
 
 
 class Parallel(Section):
@@ -61,20 +63,23 @@ class Parallel(Section):
 
     stage: Annotated[int, AfterValidator(lambda number: Stage.of(number).number)] = Field(
         default=3,
-        description="What is sharded: 0 nothing, 1 optimizer states, 2 and gradients, 3 and parameters.",
+        description="What is sharded. 0: nothing. 1: optimizer states. 2: gradients too. 3: parameters too.",
     )
     ranks: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Ranks to start. 'auto': as many as torchrun started, else 2 on CPU or one for each accelerator.",
+        description="How many ranks to start. 'auto': the ranks that torchrun started; otherwise 2 on CPU, or one for "
+        "each accelerator.",
     )
     replicate: int = Field(
-        default=1, ge=1, description="Copies of the model states: hybrid sharding over ranks / replicate when above 1."
+        default=1,
+        ge=1,
+        description="Copies of the model states. Above 1 (hybrid sharding), ranks / replicate share each copy.",
     )
     tensor: int = Field(
         default=1,
         ge=1,
-        description="Ranks over which each block's heads and MLP are spread (tensor parallelism), for GPT-2 and Llama "
-        "and what is built like it. They see the same data; ranks / tensor share the batch.",
+        description="Ranks over which the heads and the MLP of each block are spread (tensor parallelism), for GPT-2, "
+        "Llama and models built like Llama. These ranks see the same data. ranks / tensor such groups share the batch.",
     )
     sequence: bool = Field(
         default=False,
@@ -84,10 +89,10 @@ class Parallel(Section):
     accumulate: int = Field(default=1, ge=1, description="Micro-batches in a step.")
     precision: Literal["fp32", "bf16", "bf16-lean"] = Field(
         default="fp32",
-        description="Dtype of compute and of what is sent; the optimizer's parameters stay fp32. Gradients are held "
-        "and summed in fp32 too, with 'bf16-lean' in bf16.",
+        description="Dtype in which the model computes and gradients are sent. The optimizer's parameters stay fp32. "
+        "Gradients are held and summed in fp32 too, with 'bf16-lean' in bf16.",
     )
-    prefetch: int = Field(default=1, ge=0, description="Units to gather ahead of the one that computes.")
+    prefetch: int = Field(default=1, ge=0, description="How many units to gather ahead of the one that computes.")
     bucket_bytes: int = Field(
         default=0, ge=0, description="Most bytes of one communication buffer; 0: 4 MiB on the CPU, 256 MiB elsewhere."
     )
@@ -114,14 +119,14 @@ class Activations(Section):
     """What is kept from forward to backward."""
 
     recompute: bool = Field(
-        default=False, description="Keep the inputs of blocks alone, and compute each block again in backward."
+        default=False, description="Keep only the inputs of blocks, and compute each block again in backward."
     )
     partition: bool = Field(
-        default=True, description="Cut those inputs over the ranks of parallel.tensor, which hold them alike."
+        default=True, description="Cut these inputs over the ranks of parallel.tensor, which all hold the same ones."
     )
     keep_on: str = Field(
         default="device",
-        description="Where those inputs are kept: 'device', 'cpu' for host memory, or a directory for files.",
+        description="Where these inputs are kept: 'device', 'cpu' for host memory, or a directory for files.",
     )
 
 
@@ -130,25 +135,27 @@ class Loss(Section):
 
     chunked: bool = Field(
         default=True,
-        description="Compute the loss a chunk of tokens at a time, so that logits never exist whole, where the model "
-        "is of a kind that can.",
+        description="Compute the loss for one chunk of tokens at a time, so that the logits of all tokens are never in "
+        "memory together. It works for the kinds of model that are known.",
     )
 
 
 class Offload(Section):
-    """Where model states rest while nobody computes with them."""
+    """Where model states are kept while they are not computed with."""
 
     optimizer_on: str = Field(
         default="device",
         description="Masters, optimizer states and gradients: 'device', 'cpu' for host memory, or a directory on a "
-        "disk. For stages 1 to 3; the result is the same to the last bit.",
+        "disk. For stages 1 to 3. The result is the same, to the last bit.",
     )
     parameters_on: str = Field(
         default="device",
-        description="What stage 3 gathers parameters from: 'device', 'cpu' or a directory.",
+        description="Where the slices are kept that stage 3 gathers: 'device', 'cpu' or a directory.",
     )
     units_ahead: int = Field(
-        default=1, ge=0, description="Units to bring ahead of the one that computes, in place of parallel.prefetch."
+        default=1,
+        ge=0,
+        description="How many units to fetch ahead of the one that computes; replaces parallel.prefetch.",
     )
 
 
@@ -173,8 +180,8 @@ class Optimizer(Section):
     not_finite_steps: int = Field(
         default=3,
         ge=1,
-        description="A step whose loss or gradients are not finite changes no weights, and nothing is saved after it. "
-        "So many of them in a row end the run.",
+        description="After how many steps in a row with a loss or gradients that are not finite the run ends. Such a "
+        "step changes no weights, and nothing is saved after it.",
     )
 
 
@@ -184,10 +191,10 @@ class Schedule(Section):
     steps: int = Field(default=100, ge=1, description="Optimizer steps.")
     warmup: float = Field(default=0.1, ge=0, le=1, description="Share of the steps in which the learning rate rises.")
     decay: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="How it falls after the warm-up."
+        default="cosine", description="How the learning rate falls after the warm-up."
     )
     final_fraction: float = Field(
-        default=0.1, ge=0, le=1, description="What is left of the learning rate in the last step."
+        default=0.1, ge=0, le=1, description="The learning rate of the last step, as a share of the highest."
     )
 
 
@@ -195,29 +202,29 @@ class Evaluation(Section):
     """Loss on text that is not trained on."""
 
     evaluate_every: int = Field(
-        default=50, ge=0, description="Steps between evaluations; the last step has one too. 0: none."
+        default=50, ge=0, description="Steps between evaluations; there is one after the last step too. 0: none."
     )
-    evaluate_batches: int = Field(
-        default=4, ge=1, description="Batches in an evaluation, fewer when the text is short."
-    )
+    evaluate_batches: int = Field(default=4, ge=1, description="Batches in an evaluation; fewer if the text is short.")
 
 
 class Checkpoint(Section):
-    """What is kept to go on from."""
+    """What is saved to resume from."""
 
     save_every: int = Field(
         default=50,
         ge=0,
-        description="Steps between checkpoints; the last step has one too, and one that a signal ends. 0: none.",
+        description="Steps between checkpoints. There is one after the last step too, also if a signal ends the run. "
+        "0: none.",
     )
-    keep: int = Field(default=2, ge=1, description="Checkpoints that stay; older ones are deleted.")
+    keep: int = Field(default=2, ge=1, description="How many checkpoints stay; older ones are deleted.")
     save_in_background: bool = Field(
-        default=False, description="Write while training goes on; it costs a copy of the rank's share in host memory."
+        default=False,
+        description="Write while training continues; this costs a copy of the rank's share in host memory.",
     )
     resume: str = Field(
         default="",
-        description="Go on from here: a checkpoint, or a directory of them. 'auto': from run.directory, if it has one, "
-        "which may then exist already. Empty: from the start.",
+        description="What to resume from: a checkpoint, or a directory of checkpoints. 'auto': run.directory, if it "
+        "holds a checkpoint; it may then exist already. Empty: start from the beginning.",
     )
 
 
@@ -225,9 +232,10 @@ class Run(Section):
     """What a run leaves behind."""
 
     directory: str = Field(
-        default="auto", description="Holds the config, metrics and summary. Must be new or empty. 'auto': runs/<time>."
+        default="auto",
+        description="The directory for config, metrics and summary. It must be new or empty. 'auto': runs/<time>.",
     )
-    seed: int = Field(default=0, ge=0, description="Of the initial weights, the order of the data and dropout.")
+    seed: int = Field(default=0, ge=0, description="Seed of the initial weights, the order of the data and dropout.")
     log_every: int = Field(default=1, ge=1, description="Steps between entries in metrics.jsonl and TensorBoard.")
     tensorboard: bool = Field(default=True, description="Write TensorBoard events.")
     profile_step: int = Field(

@@ -75,13 +75,14 @@ class Keeper:
         saved = loaded.extra.get("order") if isinstance(loaded.extra, dict) else None
         if not isinstance(saved, dict) or saved.keys() != self._order.keys():
             raise SettingsError(
-                f"{loaded.path} was not saved by onecopy train, and does not say where the data stopped"
+                f"{loaded.path} was not saved by onecopy train, so it does not say at which text to continue: load "
+                "its weights through model.path instead, or resume from a checkpoint of onecopy train"
             )
         for key, value in self._order.items():
             if saved[key] != value:
                 raise SettingsError(
-                    f"{loaded.path} was saved with {key} = {saved[key]}, and the order of the data depends on it; "
-                    f"resume with that, not {value}"
+                    f"{loaded.path} was saved with {key} = {saved[key]}, and the order of the data depends on this "
+                    f"value; resume with it, not with {value}"
                 )
         self.last = loaded.path
         again = "" if loaded.ranks == self._world.size else f", saved by {loaded.ranks} ranks"

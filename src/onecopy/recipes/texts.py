@@ -120,7 +120,7 @@ def _read_jsonl(file: Path, field: str) -> Iterator[str]:
             text = row.get(field) if isinstance(row, dict) else None
             if not isinstance(text, str):
                 has = f"fields {sorted(row)}" if isinstance(row, dict) else type(row).__name__
-                raise SettingsError(f"{file}:{number} has no text in {field!r} but {has}; set data.text_field")
+                raise SettingsError(f"{file}:{number} has no text in field {field!r}, but {has}; set data.text_field")
             yield text
 
 

@@ -62,9 +62,10 @@ class Watch:
         """Raise `NotFiniteError` on every rank if too many steps in a row were not finite."""
         if self.spoiled == self._most:
             raise NotFiniteError(
-                f"{self.spoiled} step{'s' * (self.spoiled > 1)} in a row were not finite and changed nothing. It began "
-                f"in {self._first}. Look at that step's data, lower optimizer.learning_rate, or go on from an earlier "
-                f"checkpoint; those saved before are as they were"
+                f"{self.spoiled} step{'s' * (self.spoiled > 1)} in a row had a loss or gradients that were not "
+                f"finite, and changed no weights. The first was {self._first}. Look at that step's data, lower "
+                "optimizer.learning_rate, or resume from an earlier checkpoint; checkpoints saved before are "
+                "untouched"
             )
 
     def _look(self, loss: float) -> _Seen:

@@ -401,8 +401,8 @@ def test_what_asks_for_the_model_as_code_or_memory_is_refused_in_one_sentence(tm
             lambda: model.head.weight.detach().numpy(): r"'head\.weight'.*onecopy\.gathered",
             lambda: model.head.weight.tolist(): r"'head\.weight'.*onecopy\.gathered",
             lambda: numpy.asarray(model.head.weight.detach()): r"'head\.weight'.*onecopy\.gathered",
-            lambda: torch.jit.script(model): r"torch\.jit\.script the plain model",
-            lambda: torch.jit.script(model.blocks[0]): r"torch\.jit\.script the plain model",
+            lambda: torch.jit.script(model): r"torch\.jit\.script on the plain model",
+            lambda: torch.jit.script(model.blocks[0]): r"torch\.jit\.script on the plain model",
             lambda: torch.save(model, tmp_path / f"{rank}"): r"torch\.save\(model\).*onecopy\.save",
             lambda: torch.save(model.blocks, tmp_path / f"{rank}"): r"torch\.save\(model\).*onecopy\.save",
             lambda: torch.save({"model": model.head}, tmp_path / f"{rank}"): r"torch\.save\(model\).*onecopy\.save",
@@ -646,7 +646,7 @@ def test_what_cannot_be_done_to_a_sharded_model_says_what_to_do() -> Forked:
         "share_memory() before onecopy.shard",
         "do not wrap",
         "after onecopy.materialize",
-        "through the model itself",
+        "call the model itself",
     ]
     for messages in (yield On(2, run)):
         for message, words in zip(messages, expected, strict=True):

@@ -68,7 +68,7 @@ def _loss(model: nn.Module, index: int, rank: int, num_ranks: int) -> Tensor:
         (Offload(optimizer="nvme"), 2, "path of a directory"),
         (Offload(optimizer="CPU"), 2, "path of a directory"),
         (Offload(optimizer="cpu", prefetch=3), 2, r"give Offload\(parameters=\) too"),
-        (Offload(optimizer="~/states"), 2, "nobody expands ~"),
+        (Offload(optimizer="~/states"), 2, "~ is not expanded"),
         (Offload(optimizer=3), 2, "path of a directory"),  # type: ignore[arg-type]
         (Offload(optimizer="cpu", prefetch=-1), 2, "prefetch"),
         (Offload(optimizer="cpu", parameters="cpu"), 2, "Take stage= 3"),

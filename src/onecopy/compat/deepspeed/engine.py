@@ -91,7 +91,9 @@ class Engine(nn.Module):
 
     def _step(self) -> None:
         if self.optimizer is None:
-            raise UsageError("the engine has no optimizer to step: give initialize(optimizer=), or one in the config")
+            raise UsageError(
+                "the engine has no optimizer to step: pass initialize(optimizer=), or name an optimizer in the config"
+            )
         gradients = [
             parameter.grad
             for group in self.optimizer.param_groups
@@ -243,8 +245,8 @@ class Engine(nn.Module):
         place = root / name
         if any(place.glob("*model_states.pt")):
             raise CheckpointError(
-                f"{str(place)!r} is a checkpoint of DeepSpeed's own: make it one of onecopy's with "
-                f"onecopy import-deepspeed {root} OUT, and load OUT"
+                f"{str(place)!r} is a checkpoint of DeepSpeed's own: convert it with onecopy import-deepspeed {root} "
+                "OUT, and load OUT"
             )
         if not place.is_dir():
             raise CheckpointError(f"there is no checkpoint {name!r} in {str(root)!r}")

@@ -78,17 +78,17 @@ def initialize(
         SettingsError: for a key that cannot be honoured, and for what is unknown, with the nearest name.
     """
     if model is None:
-        raise SettingsError("initialize needs a model")
+        raise SettingsError("initialize needs a model: pass model=")
     if mpu is not None or mesh_param is not None:
         raise SettingsError(
-            "initialize(mpu=, mesh_param=) is for model parallelism of DeepSpeed's own: cut the model with "
-            "torch.distributed.tensor.parallel.parallelize_module, and leave them out"
+            "initialize(mpu=, mesh_param=) is for DeepSpeed's own model parallelism, which onecopy does not have: "
+            "leave them out, and cut the model with torch.distributed.tensor.parallel.parallelize_module"
         )
     given = next(
         (one for one in (config, config_params, getattr(args, "deepspeed_config", None)) if one is not None), None
     )
     if given is None:
-        raise SettingsError("initialize needs a config: config=, or args.deepspeed_config")
+        raise SettingsError("initialize needs a config: pass config=, or args.deepspeed_config")
     if dist_init_required is not False and "RANK" in os.environ:
         init_distributed()
     ranks = dist.get_world_size() if dist.is_initialized() else 1

@@ -32,12 +32,15 @@ def make_optimizer(section: Mapping[str, Any], parameters: Iterable[Any]) -> Opt
     """
     kind, params = section["type"], dict(section["params"])
     if "max_grad_norm" in params:
-        raise SettingsError("optimizer.params must not hold max_grad_norm: gradient_clipping says it")
+        raise SettingsError("optimizer.params must not hold max_grad_norm: set gradient_clipping instead")
     if kind.lower() in ("adam", "adamw"):
         decoupled = kind.lower() == "adamw" or params.pop("adam_w_mode", True)
         params.pop("adam_w_mode", None)
         if not params.pop("bias_correction", True):
-            raise SettingsError("optimizer.params.bias_correction=False is not what torch's Adam can do")
+            raise SettingsError(
+                "optimizer.params.bias_correction=False cannot be honoured, because torch's Adam always corrects "
+                "the bias: take it out"
+            )
         defaults = {} if params.pop("torch_adam", False) else _ADAM
         return _make(torch.optim.AdamW if decoupled else torch.optim.Adam, parameters, {**defaults, **params})
     known = {name.lower(): value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
@@ -139,7 +142,10 @@ def _each(optimizer: Optimizer, value: float | list[float]) -> list[float]:
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:
-        raise SettingsError(f"the optimizer has {count} groups, and the schedule gives {len(value)} rates")
+        raise SettingsError(
+            f"the schedule must give one rate, or one for each of the optimizer's {count} groups; found {len(value)} "
+            "rates"
+        )
     return list(value)
 
 

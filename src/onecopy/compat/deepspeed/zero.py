@@ -38,7 +38,10 @@ class Init:
         **kwargs: Any,
     ) -> None:
         if remote_device not in (None, "none", "cpu"):
-            raise SettingsError(f"zero.Init(remote_device={remote_device!r}): onecopy builds models on the CPU")
+            raise SettingsError(
+                f"zero.Init(remote_device={remote_device!r}) cannot be honoured, because onecopy builds models on "
+                "the CPU: leave it out"
+            )
         self._dtype = dtype if enabled else None
         self._before: torch.dtype | None = None
 

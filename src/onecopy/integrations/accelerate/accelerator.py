@@ -50,13 +50,14 @@ class Accelerator(accelerate.Accelerator):
         # accumulate() says which micro-batch is the last, so it has to know how many there are.
         if steps > 1 and kwargs.setdefault("gradient_accumulation_steps", steps) != steps:
             raise SettingsError(
-                f"shard= has accumulate={steps}, and gradient_accumulation_steps is "
+                f"shard= has accumulate={steps}, but gradient_accumulation_steps is "
                 f"{kwargs['gradient_accumulation_steps']}: leave one of them out"
             )
         super().__init__(*args, **kwargs)
         if self.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
             raise SettingsError(
-                f"models are sharded by onecopy, so Accelerate must not use {self.distributed_type.value} too"
+                f"onecopy shards the models, so Accelerate must not use {self.distributed_type.value} too: take it "
+                "out of Accelerate's settings"
             )
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -141,6 +142,7 @@ def _holding(optimizers: list[Optimizer], model: nn.Module) -> list[Optimizer]:
 def _only(optimizers: list[Optimizer]) -> Optimizer | None:
     if len(optimizers) > 1:
         raise SettingsError(
-            f"{len(optimizers)} optimizers hold parameters of one model, and one can: give it a group for each of them"
+            f"only one optimizer can hold the parameters of a model; found {len(optimizers)}: make one optimizer, "
+            "with a group for each of them"
         )
     return optimizers[0] if optimizers else None

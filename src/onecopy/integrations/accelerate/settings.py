@@ -50,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SettingsError(f"cannot read Accelerate's settings from {str(path)!r}: {error}") from None
     if not isinstance(values, dict):
-        raise SettingsError(f"{str(path)!r} must hold keys and values; found {type(values).__name__}")
+        raise SettingsError(f"{str(path)!r} must hold keys and values (a YAML mapping); found {type(values).__name__}")
     return values
 
 

@@ -171,8 +171,7 @@ class ShardedTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type
 def _refuse_others(**asked: Any) -> None:
     if others := [name for name, found in asked.items() if found]:
         raise SettingsError(
-            f"the model is sharded by onecopy, so neither TrainingArguments nor the launcher must ask for "
-            f"{others[0]} too"
+            f"onecopy shards the model, so neither TrainingArguments nor the launcher must ask for {others[0]} too"
         )
 
 

@@ -170,8 +170,8 @@ class File:
         except OSError as error:
             raise OffloadError(
                 error.errno,
-                f"offload cannot make a file in {str(directory)!r}: {error.strerror}; give a directory that it can "
-                f"write to",
+                f"offload cannot make a file in {str(directory)!r}: {error.strerror}; give a directory in which it "
+                "can write",
             ) from None
         self.is_direct = bool(fcntl.fcntl(self._handle, fcntl.F_GETFL) & _DIRECT)
         self.room = Room()
@@ -305,7 +305,7 @@ class File:
                 raise OffloadError(
                     errno.EIO,
                     f"offload wanted to {what} {nbytes:,} bytes at {start:,} of its file in {str(self.directory)!r}, "
-                    f"which ends {nbytes - done:,} bytes earlier: something has cut it short",
+                    f"but the file ends {nbytes - done:,} bytes earlier: another program has cut it short",
                 )
             done += count
 
@@ -349,7 +349,7 @@ def _open_unnamed(directory: Path) -> int:
             continue
         finally:
             shutil.rmtree(own, ignore_errors=True)
-    raise OSError(errno.EBUSY, "other runs clear the directory all the time")
+    raise OSError(errno.EBUSY, "other runs keep deleting files in the directory")
 
 
 def _open(path: Path, flags: int) -> int:

@@ -68,25 +68,24 @@ class Offload:
             )
         if not stage.shards_optimizer:
             raise SettingsError(
-                f"offload works on slices, of which stage {stage.number} has none: take stage 1, 2 or 3, also on one "
-                f"rank"
+                f"offload moves slices, but stage {stage.number} has none: take stage 1, 2 or 3, also on one rank"
             )
         if self.parameters is None:
             if self.prefetch != 1:
                 raise SettingsError(
-                    f"{words.prefetch} is {self.prefetch} and brings parameters ahead, which rest on the device: give "
-                    f"{words.parameters} too, or shard(prefetch=), which is for gathers"
+                    f"{words.prefetch} is {self.prefetch} and fetches offloaded parameters ahead, but parameters are "
+                    f"on the device: give {words.parameters} too, or shard(prefetch=), which is for gathers"
                 )
             return
         if not stage.shards_parameters:
             raise SettingsError(
-                f"{words.parameters} needs stage 3: at stage {stage.number} whole parameters stay on the device "
-                f"through a step. Take {words.stage} 3, or leave {words.parameters} away"
+                f"{words.parameters} needs stage 3, because at stage {stage.number} whole parameters stay on the "
+                f"device through a step. Take {words.stage} 3, or leave {words.parameters} away"
             )
         if self.optimizer is None:
             raise SettingsError(
-                f"{words.parameters} is {os.fspath(self.parameters)!r}, which leaves masters on the device, and they "
-                f"are larger: give {words.optimizer} too"
+                f"{words.parameters} is {os.fspath(self.parameters)!r}, but the masters, which are larger, stay on "
+                f"the device: give {words.optimizer} too"
             )
         if self.on_disk("parameters") and not self.on_disk("optimizer"):
             raise SettingsError(
@@ -119,6 +118,6 @@ def _check_place(setting: str, place: Where, words: Words) -> None:
         raise SettingsError(f'{setting} must be {words.device}, "cpu" or the path of a directory; found {place!r}')
     path = Path(place)
     if path.parts[:1] == ("~",):
-        raise SettingsError(f"{setting} is {str(path)!r}, and nobody expands ~ here: give the whole path")
+        raise SettingsError(f"{setting} is {str(path)!r}, but ~ is not expanded here: give the whole path")
     if path.exists() and not path.is_dir():
         raise SettingsError(f"{setting} is {str(path)!r}, which is not a directory; give the path of one")

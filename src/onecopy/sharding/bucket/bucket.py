@@ -91,8 +91,9 @@ class WholeParameter(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise UsageError(
-            "a forward assigned to a parameter's .data, which would be lost: edit parameters outside of forward, "
-            "inside `with torch.no_grad(), onecopy.gathered(model, write=True):`."
+            "a forward assigned to a parameter's .data. The assignment would be lost, because the parameter is "
+            "sharded: edit parameters outside of forward, inside `with torch.no_grad(), onecopy.gathered(model, "
+            "write=True):`."
         )
 
 
@@ -293,8 +294,9 @@ class Bucket:
         if (writes := self._count_writes()) != self._writes:
             self._writes = writes
             raise UsageError(
-                f"parameters of unit {self.unit!r} were written to while it computed, which would be lost: edit them "
-                f"outside of forward, inside `with torch.no_grad(), onecopy.gathered(model, write=True):`."
+                f"parameters of unit {self.unit!r} were written to while the unit computed. The change would be "
+                "lost, because the parameters are sharded: edit them outside of forward, inside `with "
+                "torch.no_grad(), onecopy.gathered(model, write=True):`."
             )
 
     def _count_writes(self) -> int:
@@ -373,8 +375,8 @@ class Bucket:
     def refuse_changed(self) -> NoReturn:
         """Raise the error about a graph that was built with parameters that have changed since."""
         raise UsageError(
-            f"the parameters of unit {self.unit!r} were changed between a forward and its backward (an optimizer "
-            f"step?): run the backward first, or the forward again."
+            f"the parameters of unit {self.unit!r} were changed between a forward and its backward (by an optimizer "
+            "step?): run the backward before the change, or run the forward again after it."
         )
 
     def _own_part(self, flat: Tensor) -> Tensor:

@@ -147,8 +147,9 @@ class Gradients:
         gradient = self._gradients[position]
         if self._is_closed:
             raise UsageError(
-                f"a gradient for {gradient.sliced.slicing.name!r} came after its unit {self._bucket.unit!r} had "
-                f"finished backward: the loss uses a tensor that the unit's forward did not return. Return it there."
+                f"the gradient of {gradient.sliced.slicing.name!r} came after its unit {self._bucket.unit!r} had "
+                "finished backward, because the loss uses a tensor that the unit's forward did not return: return "
+                "that tensor from the forward."
             )
         arrived = gradient.whole.grad
         assert arrived is not None

@@ -198,9 +198,10 @@ def _send(buffers: Iterable[_Buffer], axes: Iterable[Axis], *, compare: bool = F
             continue
         if checks and not torch.equal(flat[:_HEADER], own[:_HEADER]):
             raise MismatchError(
-                f"buffers have other shapes or dtypes on this rank than on rank {axes[0].ranks[0]}; here they are "
-                f"{', '.join(sorted(b.description for b in group))}. Give them the same on every rank, or call "
-                f"onecopy.shard(broadcast_buffers=False), which leaves each rank its own."
+                f"buffers have other shapes or dtypes on this rank than on rank {axes[0].ranks[0]}. On this rank "
+                f"they are {', '.join(sorted(b.description for b in group))}. Give them the same shapes and dtypes "
+                "on every rank, or call onecopy.shard(broadcast_buffers=False), which leaves each rank its own "
+                "buffers."
             )
         start = _HEADER
         for buffer in group:

@@ -133,8 +133,9 @@ class Engine:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            f"a sharded {type(self.model).__name__} can be neither copied nor pickled, inside onecopy.gathered either: "
-            f"build another model, and give it a copy of model.state_dict() from there."
+            f"a sharded {type(self.model).__name__} can be neither copied nor pickled, inside onecopy.gathered "
+            "either: build a second model, and load a copy of model.state_dict() that you made inside "
+            "onecopy.gathered."
         )
 
     def rebuild_gradients(self) -> None:
@@ -186,8 +187,9 @@ class Engine:
             return None
         if in_transform():
             raise UsageError(
-                "torch.func's transforms (vmap, jvp, jacrev, …) cannot see through a sharded model, which gathers and "
-                "releases: call them inside `with onecopy.gathered(model):`, on whole parameters."
+                "the transforms of torch.func (vmap, jvp, jacrev, …) do not work on a sharded model, because it "
+                "gathers and releases its parameters: call them inside `with onecopy.gathered(model):`, where "
+                "parameters are whole."
             )
         if unit.scope is self.model:
             self._forget_interrupted()
@@ -301,8 +303,8 @@ class Engine:
         for name, parameter in self.model.named_parameters():
             if not isinstance(parameter, SlicedTensor) and not is_ignored(parameter):
                 raise UsageError(
-                    f"parameter {name!r} came into the model after onecopy.shard and would not be averaged over ranks: "
-                    f"add and replace modules before."
+                    f"parameter {name!r} was added to the model after onecopy.shard, so its gradient would not be "
+                    "averaged over ranks: add and replace modules before onecopy.shard."
                 )
 
     def _watch(self, unit: Unit, forward: RecordedForward, output: Any) -> None:
@@ -338,8 +340,8 @@ class Engine:
         if torch.is_grad_enabled() and self.stage.shards_parameters:
             raise UsageError(
                 "backward with create_graph=True (double backward, a gradient penalty) is not supported at stage 3: "
-                "shard at stage 1 or 2, or take the gradient and its penalty inside of one unit's forward (the "
-                "model's own, with units=[])."
+                "shard at stage 1 or 2, or compute the gradient and its penalty inside one unit's forward (with "
+                "units=[] that is the model's own forward)."
             )
         unit.check_unchanged(forward)
         unit.enter(forward)
@@ -443,7 +445,10 @@ class Engine:
         """A `onecopy.gathered` block begins; whoever calls this counts ``gathered`` down at its end."""
         self.come_to_rest()
         if self._in_backward or any(unit.running for unit in self.units):
-            raise UsageError("onecopy.gathered cannot be entered while the model is computing.")
+            raise UsageError(
+                "onecopy.gathered cannot be entered while the model is computing: enter it before the forward or "
+                "after the backward."
+            )
         self.buffers.make_equal()
         self.gathered += 1
 
@@ -465,9 +470,10 @@ class Engine:
         ):
             self._awaits_backward = False
             raise UsageError(
-                "the optimizer was stepped, and backward has not come through the model since its forward: sharded "
-                "parameters get their gradients from loss.backward() alone. torch.autograd.grad(loss, parameters) and "
-                "backward(inputs=parameters) do not find them in the graph, which holds whole ones."
+                "the optimizer was stepped, but no backward has run through the model since its last forward. "
+                "Sharded parameters get their gradients from loss.backward() only: torch.autograd.grad(loss, "
+                "parameters) and backward(inputs=parameters) do not find them, because the graph holds the whole "
+                "parameters instead."
             )
 
     def step_done(self, optimizer: object, state_bytes: int) -> None:

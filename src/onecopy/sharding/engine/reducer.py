@@ -163,14 +163,14 @@ class Reducer:
         answers = flags.tolist()
         if answers[len(own)] and not self._failed:
             raise CollectiveError(
-                "backward raised an error on another rank, whose output tells which: gradients of this micro-batch are "
-                "not complete: call optimizer.zero_grad() before training goes on."
+                "backward raised an error on another rank, whose output names it. The gradients of this micro-batch "
+                "are not complete: call optimizer.zero_grad() before training continues."
             )
         if extremes and not self._failed and [255 - byte for byte in answers[-4:]] != answers[-8:-4]:
             raise CollectiveError(
-                "ranks came through different units, or in another order, which this backend's collectives do not "
-                "allow at this stage: let the data lead all ranks alike, make what differs one unit with units=, or "
-                "take stage 0."
+                "ranks came through different units, or in another order, which the collectives of this backend do "
+                "not allow at this stage: let the data lead all ranks through the same units, make one unit of the "
+                "modules that differ with units=, or use stage 0."
             )
         uses = iter(bool(flag) for flag in answers)
         return {gradients: [next(uses) for _ in self._uses[gradients]] for gradients in self._all}

@@ -57,8 +57,8 @@ def find_scopes(model: nn.Module, units: Units) -> list[str]:
                 )
             if without := sorted(name for name in found if not _has_forward(modules[name])):
                 raise SettingsError(
-                    f"units= names {without[0]!r}, a {type(modules[without[0]]).__name__} without a forward of its "
-                    f"own; name the modules in it."
+                    f"units= names {without[0]!r}, a {type(modules[without[0]]).__name__}, which has no forward of "
+                    "its own and cannot be a unit: name the modules inside it."
                 )
             chosen |= found
     chosen |= {name for name, module in modules.items() if isinstance(module, Tile)}
@@ -82,7 +82,8 @@ def find_parameters(
     for name, own in everything.items():
         if (id(own) in ignored_ids) is not (id(twins.get(id(own), own)) in ignored_ids):
             raise SettingsError(
-                f"parameter {name!r} shares its memory with another: ignored= must have both or neither"
+                f"parameter {name!r} shares its memory with another parameter, and ignored= names only one of them: "
+                "name both or neither."
             )
     parameters = {name: p for name, p in everything.items() if id(p) not in ignored_ids}
     chains = _scopes_above(model, scopes)

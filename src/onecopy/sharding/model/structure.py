@@ -49,7 +49,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 def _on_module(holder: nn.Module, name: str, module: nn.Module | None) -> None:
     if module in _guarded and type(holder).__name__ in _WRAPPERS:
         raise UsageError(
-            f"the model is sharded, and so trained by all ranks already: do not wrap it in {type(holder).__name__}."
+            f"the model is sharded, and all ranks train it already: do not wrap it in {type(holder).__name__}."
         )
     if module is None or (reference := _guarded.get(holder)) is None or (model := reference()) is None:
         return
@@ -60,9 +60,9 @@ def _on_module(holder: nn.Module, name: str, module: nn.Module | None) -> None:
             if parameter is not None and not isinstance(parameter, SlicedTensor) and not is_ignored(parameter):
                 inner = ".".join(filter(None, (_path_of(model, holder), name, path, attribute)))
                 raise UsageError(
-                    f"parameter {inner!r} would come into the model after onecopy.shard, and would not be averaged "
-                    f"over ranks: add and replace modules, and resize embeddings (model.resize_token_embeddings), "
-                    f"before onecopy.shard."
+                    f"parameter {inner!r} was added to the model after onecopy.shard, so its gradient would not be "
+                    "averaged over ranks: add and replace modules, and resize embeddings "
+                    "(model.resize_token_embeddings), before onecopy.shard."
                 )
         _guarded[part] = reference
 
@@ -79,14 +79,15 @@ def _on_parameter(holder: nn.Module, name: str, parameter: Tensor | None) -> Non
     path = ".".join(filter(None, (_path_of(model, holder), name)))
     if old is None:
         raise UsageError(
-            f"parameter {path!r} would come into the model after onecopy.shard, and would not be averaged over ranks: "
-            f"add parameters before."
+            f"parameter {path!r} was added to the model after onecopy.shard, so its gradient would not be averaged "
+            "over ranks: add parameters before onecopy.shard."
         )
     if old.is_meta:
         raise UsageError(
-            f"parameter {path!r} is sharded on the meta device and cannot be assigned to (load_state_dict(assign=True) "
-            f"does that): give the model memory and values by onecopy.materialize(model, device) or "
-            f"onecopy.load_pretrained(model, directory); after that load_state_dict(state) works."
+            f"parameter {path!r} is sharded on the meta device and cannot be assigned to, as "
+            "load_state_dict(assign=True) does: first give the model memory and values with "
+            "onecopy.materialize(model, device) or onecopy.load_pretrained(model, directory). After that "
+            "load_state_dict(state) works."
         )
     raise UsageError(
         f"parameter {path!r} cannot be replaced after onecopy.shard (load_state_dict(assign=True) does that too): edit "

@@ -68,7 +68,9 @@ def tiled(linear: nn.Linear, tiles: int = 4) -> TiledLinear:
             f"tiles must be a whole number from 2 to {linear.out_features}, the outputs of the layer; found {tiles!r}"
         )
     if isinstance(linear.weight, SlicedTensor):
-        raise UsageError("onecopy.tiled cuts plain layers: call it before onecopy.shard.")
+        raise UsageError(
+            "onecopy.tiled cuts layers that are not sharded, and this layer is sharded: call it before onecopy.shard."
+        )
     return TiledLinear(linear, tiles)
 
 

@@ -71,5 +71,7 @@ def everywhere(make: Callable[[], T], mesh: Mesh) -> T:
         raise failed
     if told:
         first = min(told)
-        raise OffloadError(told[first][0], f"rank {first} has no room for what is to be offloaded: {told[first][1]}")
+        raise OffloadError(
+            told[first][0], f"rank {first} has no room for the states that it should offload: {told[first][1]}"
+        )
     return made[0]

@@ -70,8 +70,8 @@ class Ema:
             _set(parameters, dict(zip(parameters, kept, strict=True)))
         if changed:
             raise UsageError(
-                "parameters were changed while the model showed their averages, which is lost: train outside of "
-                "`with ema.applied():`."
+                "parameters were changed while the model showed their averages, and the changes are lost: train "
+                "outside of `with ema.applied():`."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,8 +88,8 @@ class Ema:
         for name, value in state["averages"].items():
             if value.shape != self.averages[name].shape:
                 raise UsageError(
-                    f"the average of {name!r} has shape {tuple(value.shape)}, the model's "
-                    f"{tuple(self.averages[name].shape)}"
+                    f"the average of {name!r} has shape {tuple(value.shape)}, but in the model it has "
+                    f"{tuple(self.averages[name].shape)}: load the averages of a model with the same shapes."
                 )
             self.averages[name].copy_(value)
         self.updates = int(state["updates"])
@@ -103,7 +103,10 @@ class Ema:
 
     def _check_names(self, found: Mapping[str, object]) -> None:
         if missing := sorted(set(self.averages) ^ set(found)):
-            raise UsageError(f"averages and parameters have other names: {', '.join(missing[:5])}")
+            raise UsageError(
+                f"averages and parameters have other names: {', '.join(missing[:5])} occur only on one side. Use an "
+                "average that was made from this model."
+            )
 
     def _changes(self, parameters: Mapping[str, nn.Parameter]) -> list[int]:
         engine = find_engine(self.model)
@@ -128,7 +131,10 @@ def ema(model: nn.Module, decay: float | Callable[[int], float] = 0.999) -> Ema:
     if not callable(decay):
         _checked(decay)
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise SettingsError("the model has no values yet: call onecopy.ema after onecopy.materialize or a load.")
+        raise SettingsError(
+            "the model is on the meta device and has no values yet: call onecopy.ema after onecopy.materialize or "
+            "onecopy.load_pretrained."
+        )
     return Ema(model, decay)
 
 

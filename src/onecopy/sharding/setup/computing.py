@@ -75,7 +75,8 @@ class Copies:
         if self._copy is not None and self._copy.views[0]._version != self._version:
             raise UsageError(
                 f"parameters of unit {self._bucket.unit!r} were written to while a module computed inside "
-                f"onecopy.gathered, which would be lost: edit them between two calls, with write=True."
+                "onecopy.gathered. The change would be lost: edit parameters between two calls of modules, with "
+                "write=True."
             )
 
 

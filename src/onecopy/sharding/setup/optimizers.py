@@ -61,8 +61,8 @@ def _refuse_pickle(name: str, protocol: object) -> NoReturn:
 
 def _refuse_script() -> NoReturn:
     raise UsageError(
-        "a sharded model cannot be scripted: torch.jit.script the plain model, with the whole state_dict() that a "
-        "sharded one has inside `with onecopy.gathered(model):`."
+        "a sharded model cannot be scripted: call torch.jit.script on the plain model, and give it the state_dict() "
+        "that the sharded model has inside `with onecopy.gathered(model):`."
     )
 
 
@@ -169,8 +169,8 @@ def _files_of(engines: list[Engine]) -> Stores | None:
 
 def _refuse_compiled_step() -> NoReturn:
     raise UsageError(
-        "torch.compile cannot follow a step over a sharded model's slices: call optimizer.step() as it is, with "
-        "fused=True where it is to be fast."
+        "torch.compile cannot compile the optimizer's step over a sharded model's slices: call optimizer.step() "
+        "without torch.compile. For speed make the optimizer with fused=True."
     )
 
 
@@ -211,14 +211,14 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _check_gradient(parameter: SlicedTensor) -> None:
     if isinstance(parameter.grad, PendingGradient):
         raise UsageError(
-            f"the optimizer was stepped while the gradient of {parameter.slicing.name!r} is kept on its rank: run the "
-            f"step's last micro-batch outside no_sync() (or all accumulate= of them) and through the model itself, not "
-            f"through parts of it, or call model.reduce_gradients() first."
+            f"the optimizer was stepped before the gradient of {parameter.slicing.name!r} was reduced over the "
+            "ranks: run the step's last micro-batch outside no_sync() (or run as many micro-batches as accumulate= "
+            "says), call the model itself and not parts of it, or call model.reduce_gradients() first."
         )
     if parameter.grad is not None and not isinstance(parameter.grad, SlicedTensor):
         raise UsageError(
-            f"the gradient of {parameter.slicing.name!r} is a whole tensor, where its slice is needed: write it into "
-            f"one, p.grad = torch.zeros_like(p).copy_(whole)."
+            f"the gradient of {parameter.slicing.name!r} is a whole tensor, but the optimizer needs a slice of it: "
+            "write p.grad = torch.zeros_like(p).copy_(whole)."
         )
 
 
@@ -249,7 +249,7 @@ def _adopted(value: Any, parameter: SlicedTensor) -> Any:
         return _sliced_state(value, parameter)
     if not slicing.matches(value.slicing):
         raise UsageError(
-            f"a state of the optimizer does not belong here: {describe_difference(slicing, value.slicing)}"
+            f"a state of the optimizer does not fit this rank: {describe_difference(slicing, value.slicing)}"
         )
     return SlicedTensor(value.local, slicing)
 

@@ -121,9 +121,10 @@ class PagedGroups(list[dict[str, Any]]):
             different = [name for name in values if not _same(values[name], earlier.get(name))]
             if different:
                 raise UsageError(
-                    f"{type(self._optimizer).__name__} leaves another {different[0]!r} in a group for each bucket of "
-                    f"parameters, so its step needs all of them at once: shard without offload=, or take an optimizer "
-                    f"that updates each element by itself."
+                    f"{type(self._optimizer).__name__} changed {different[0]!r} in a group differently for each "
+                    "bucket of parameters, so its step needs all parameters at once, but they are offloaded to "
+                    "disk: call onecopy.shard without offload=, or use an optimizer that updates each element by "
+                    "itself."
                 )
             group.update(values)
 
@@ -136,8 +137,8 @@ def page_step(optimizer: Optimizer, stores: Stores) -> Optimizer:
     """
     if isinstance(optimizer, LBFGS):
         raise UsageError(
-            "LBFGS needs all parameters at once in its step, and they rest on disk: shard without offload=, or take an "
-            "optimizer that updates each element by itself (AdamW, SGD)."
+            "LBFGS needs all parameters at once in its step, but they are offloaded to disk: call onecopy.shard "
+            "without offload=, or use an optimizer that updates each element by itself (AdamW, SGD)."
         )
     if not _updates_each_element_alone(optimizer):
         return optimizer

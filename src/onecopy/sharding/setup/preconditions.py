@@ -34,8 +34,9 @@ def check_masters_are_wide(
         moves = offload.on_disk("optimizer") or item.parameter.device.type != "cpu"
         if moves and precision.for_parameter(item.parameter.dtype, True).sums_wider:
             raise SettingsError(
-                f"offload= keeps masters in {item.parameter.dtype}, that of {item.name!r}, which is narrower than sums "
-                f'of gradients: pass precision="bf16", which keeps fp32 masters off the device, or shard an fp32 model'
+                f"offload= would keep the masters in {item.parameter.dtype}, the dtype of {item.name!r}, which is "
+                'narrower than the sums of gradients: pass precision="bf16", which keeps fp32 masters off the '
+                "device, or shard an fp32 model"
             )
 
 
@@ -45,8 +46,8 @@ def check_holds_once(optimizer: Optimizer, scopes: Mapping[str, Sequence[FoundPa
         for item in found:
             if sum(id(parameter) in held for parameter in (item.parameter, *item.twins)) > 1:
                 raise UsageError(
-                    f"optimizer= holds {item.name!r} twice, as two parameters over the same memory, which onecopy.shard"
-                    f" makes one: make the optimizer from model.parameters() afterwards."
+                    f"optimizer= holds {item.name!r} twice, as two parameters that share memory, and onecopy.shard "
+                    "makes one parameter of them: make the optimizer from model.parameters() after onecopy.shard."
                 )
 
 
@@ -65,6 +66,6 @@ def check_not_sharded(model: nn.Module) -> None:
         sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, ENGINE)
         if sharded:
             raise UsageError(
-                f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module, "
-                f"and say with units= what is gathered as one."
+                f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module. "
+                "To choose what is gathered together, pass units=."
             )

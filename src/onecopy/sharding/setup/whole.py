@@ -94,9 +94,9 @@ def gathered(
             item.close()
         if strangers:
             raise UsageError(
-                f"parameters were added, replaced or resized inside onecopy.gathered, {strangers[0]!r} among them, "
-                f"which would be neither trained nor saved: resize embeddings (model.resize_token_embeddings), add and "
-                f"replace modules before onecopy.shard."
+                f"parameters were added, replaced or resized inside onecopy.gathered, {strangers[0]!r} among them. "
+                "They would be neither trained nor saved: resize embeddings (model.resize_token_embeddings), and "
+                "add and replace modules, before onecopy.shard."
             )
         for item in opened:
             item.store(write, source)
@@ -161,7 +161,10 @@ def allocate(model: nn.Module, device: torch.device | str) -> Engine:
         device = torch.device(device.type, torch.accelerator.current_device_index())
     engine = _engine_of(_slices_of(model)[0])
     if not all(bucket.device.type == "meta" for unit in engine.units for bucket in unit.buckets):
-        raise UsageError("only models built on the meta device are given memory; this one has its values.")
+        raise UsageError(
+            "onecopy.materialize gives memory to models that were built on the meta device, but this model has its "
+            "values already: leave the call out."
+        )
     for unit in engine.units:
         for bucket in unit.buckets:
             old = [FoundParameter(e.name, e.shown, e.places) for e in bucket.entries]
@@ -199,8 +202,8 @@ def _initialise(module: nn.Module, init: Callable[[nn.Module], object] | None) -
         reset()
     else:
         raise UsageError(
-            f"{type(module).__name__} has parameters or buffers and no reset_parameters(): pass "
-            f"onecopy.materialize(model, init=callback)."
+            f"{type(module).__name__} has parameters or buffers of its own but no reset_parameters() to initialise "
+            "them: pass onecopy.materialize(model, init=callback)."
         )
 
 
@@ -273,8 +276,8 @@ class _Opened:
             self._bucket.load_flat(self._buffer.flat)
         elif assigned or self._writes() != self._written or not self._bucket.equals_slice(self._buffer.flat):
             raise UsageError(
-                f"parameters of unit {self._bucket.unit!r} were changed inside onecopy.gathered, which would be lost: "
-                f"pass write=True to keep the first rank's changes, or edit copies."
+                f"parameters of unit {self._bucket.unit!r} were changed inside onecopy.gathered, and the changes "
+                "would be lost: pass write=True to keep the first rank's changes, or edit copies."
             )
 
 
@@ -304,13 +307,15 @@ class _OpenedSlice:
             self._sliced.copy_(self._whole)
         elif self._whole._version != self._written:
             raise UsageError(
-                f"the whole of {self._sliced.slicing.name!r} was changed inside onecopy.gathered, which would be lost: "
-                f"pass write=True to keep one rank's changes, or edit a copy."
+                f"the tensor {self._sliced.slicing.name!r} was changed inside onecopy.gathered, and the change would "
+                "be lost: pass write=True to keep one rank's changes, or edit a copy."
             )
 
 
 def _refuse_gradient(parameter: Tensor) -> None:
-    raise UsageError("a backward inside onecopy.gathered would lose its gradients; train outside of it.")
+    raise UsageError(
+        "a backward ran inside onecopy.gathered, where its gradients would be lost: train outside of onecopy.gathered."
+    )
 
 
 def _slices_of(target: nn.Module | Tensor | Iterable[Tensor]) -> list[SlicedTensor]:
@@ -326,14 +331,20 @@ def _slices_of(target: nn.Module | Tensor | Iterable[Tensor]) -> list[SlicedTens
                 f"parameters are whole already."
             )
     if not found:
-        raise UsageError("onecopy.gathered found no parameters")
+        raise UsageError(
+            "onecopy.gathered found no parameters in what it was given: pass a sharded model, a module of it, or "
+            "sharded tensors."
+        )
     return found
 
 
 def _engine_of(parameter: SlicedTensor) -> Engine:
     engine = parameter._engine() if parameter._engine is not None else None
     if engine is None:
-        raise UsageError(f"{parameter.slicing.name!r} does not belong to a sharded model any more")
+        raise UsageError(
+            f"{parameter.slicing.name!r} belongs to a sharded model that no longer exists: keep the model as long as "
+            "you use its parameters."
+        )
     assert isinstance(engine, Engine)
     return engine
 

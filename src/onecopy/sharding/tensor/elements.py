@@ -27,8 +27,8 @@ def part(argument: Any, like: Slicing, func: Any) -> Any:
                 raise NeedsWholeError(describe_difference(*sorted((like, argument.slicing), key=is_saved)))
             raise NeedsWholeError(
                 f"{operation_name(func)} of {like.name!r} {tuple(like.shape)} and {argument.slicing.name!r} "
-                f"{tuple(argument.shape)} would mix different elements, for they are cut differently; use it inside "
-                f"`with onecopy.gathered(...)`."
+                f"{tuple(argument.shape)} would mix different elements, because the two are cut differently: use it "
+                "inside `with onecopy.gathered(...)`."
             )
         return argument.local
     if not isinstance(argument, Tensor):
@@ -40,8 +40,8 @@ def part(argument: Any, like: Slicing, func: Any) -> Any:
     if argument.numel() == 1 and argument.dim() <= len(like.shape):
         return argument.reshape(1)
     raise NeedsWholeError(
-        f"{operation_name(func)} would broadcast shape {tuple(argument.shape)} and the sharded {like.name!r} "
-        f"{tuple(like.shape)}; use it inside `with onecopy.gathered(...)`."
+        f"{operation_name(func)} would broadcast shape {tuple(argument.shape)} to the sharded {like.name!r} "
+        f"{tuple(like.shape)}, which needs the whole parameter: use it inside `with onecopy.gathered(...)`."
     )
 
 
@@ -75,8 +75,8 @@ def refuse_write(func: Any, sliced: Slicing, target: Any) -> NoReturn:
     """Of a plain tensor into which an operation would write a slice."""
     raise NeedsWholeError(
         f"{operation_name(func)} would write this rank's elements of {sliced.name!r} {tuple(sliced.shape)} into a "
-        f"whole tensor {tuple(target.shape)}. Make that one with torch.zeros_like of the parameter, or use it inside "
-        f"`with onecopy.gathered(...)`. An average of the parameters: onecopy.ema."
+        f"whole tensor {tuple(target.shape)}. Make the target with torch.zeros_like of the parameter, or use the "
+        "operation inside `with onecopy.gathered(...)`. For a moving average of the parameters, call onecopy.ema."
     )
 
 

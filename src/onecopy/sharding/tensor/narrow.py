@@ -71,8 +71,8 @@ def _in_groups(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(value, Tensor | list | tuple) for value in kwargs.values()) and writes_out(func):
         found = first_sliced(args, kwargs)
         raise NeedsWholeError(
-            f"{operation_name(func)} with out= meets the gradient of {found.slicing.name!r}, whose elements are "
-            f"held in {found.local.dtype}: leave out= away, or take p.grad.clone()."
+            f"{operation_name(func)} cannot write to out= for the gradient of {found.slicing.name!r}, because its "
+            f"elements are held in {found.local.dtype}: leave out= away, or use p.grad.clone()."
         )
     in_place, in_lists = func._schema.is_mutable, any(isinstance(argument, list | tuple) for argument in args)
     columns = args if in_lists else tuple([argument] for argument in args)

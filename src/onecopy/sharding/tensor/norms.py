@@ -114,7 +114,10 @@ def partial_norm(local: Tensor, spread: Spread, order: float, dtype: torch.dtype
         ValueError: for orders 0 and below, which count or minimise over elements that a slice may not have.
     """
     if order <= 0:
-        raise ValueError(f"the norm of a sharded tensor has order > 0 or inf; found {order}. Gather it first.")
+        raise ValueError(
+            f"the norm of a sharded tensor must have an order above 0, or inf; found {order}. For other orders take "
+            "the norm inside `with onecopy.gathered(...)`."
+        )
     if local.numel() == 0:
         powers = torch.zeros((), dtype=torch.float64, device=local.device)
     else:

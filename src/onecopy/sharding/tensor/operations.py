@@ -153,9 +153,9 @@ def _refuse_other_device(source: SlicedTensor, device: torch.device | None) -> N
     """
     if device is not None and isinstance(source, torch.nn.Parameter) and not same_device(device, source.device):
         raise UsageError(
-            f"{source.slicing.name!r} is sharded on {source.device} and cannot go to {device}: move the model before "
-            f"onecopy.shard, or materialise a meta model with onecopy.materialize. A copy of one slice elsewhere: "
-            f"p.detach().to(...)."
+            f"{source.slicing.name!r} is sharded on {source.device} and cannot be moved to {device}: move the model "
+            "before onecopy.shard, or give a meta model memory with onecopy.materialize. To copy one slice to "
+            "another device: p.detach().to(...)."
         )
 
 

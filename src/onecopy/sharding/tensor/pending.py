@@ -61,9 +61,9 @@ class PendingGradient(SlicedTensor):
             return args[0]
         found = next(t for t in _flat(args) if isinstance(t, PendingGradient))
         raise UsageError(
-            f"the gradient of {found.slicing.name!r} has not been reduced yet: micro-batches were run under no_sync(), "
-            f"or fewer than accumulate= of them, or parts of the model were called and never the model itself. Run the "
-            f"last one, or call model.reduce_gradients() before clipping or stepping."
+            f"the gradient of {found.slicing.name!r} has not been reduced yet. Either micro-batches were run under "
+            "no_sync(), or fewer micro-batches than accumulate= were run, or only parts of the model were called. "
+            "Run the last micro-batch, or call model.reduce_gradients() before clipping or stepping."
         )
 
 

@@ -158,8 +158,8 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     recorded = is_recorded(source) and results[0].dtype.is_floating_point
     if recorded and reduction is _PROD:
         raise NeedsWholeError(
-            f"prod of {source.slicing.name!r} has a gradient that needs the whole tensor: take it inside "
-            f"`with onecopy.gathered(...)`, or of p.detach() where no gradient is wanted."
+            f"the gradient of prod of {source.slicing.name!r} needs the whole tensor: take prod inside `with "
+            "onecopy.gathered(...)`, or of p.detach() if you need no gradient."
         )
     local = source.local
     if (wanted := kwargs.get("dtype")) is not None:
@@ -211,12 +211,13 @@ def partial_norm_of(tensor: SlicedTensor, order: Any, dtype: torch.dtype | None)
     # Refused here, on all ranks: below, a rank without elements would not find it out and would wait for the others.
     if not (dtype or tensor.dtype).is_floating_point or not tensor.dtype.is_floating_point:
         raise NeedsWholeError(
-            f"{tensor.slicing.name!r} is sharded, and a norm is that of real numbers; found {tensor.dtype}."
+            f"the norm of the sharded {tensor.slicing.name!r} needs real numbers; found {tensor.dtype}. Take it "
+            "inside `with onecopy.gathered(...)`."
         )
     if float(order) <= 0:
         raise NeedsWholeError(
-            f"the norm of the sharded {tensor.slicing.name!r} has order > 0 or inf; found {order}. Take it inside "
-            f"`with onecopy.gathered(...)`."
+            f"the norm of the sharded {tensor.slicing.name!r} must have an order above 0, or inf; found {order}. For "
+            "other orders take it inside `with onecopy.gathered(...)`."
         )
     return partial_norm(tensor.local, tensor.slicing.spread, float(order), dtype or tensor.dtype)
 

@@ -86,4 +86,6 @@ def spread_from(source: int | None, flat: Tensor, mesh: Mesh) -> None:
             piece.copy_(sent)
         held = True
     if not held:
-        raise UsageError(f"source={source} is none of the ranks that hold this model")
+        raise UsageError(
+            f"source={source} is not a rank that holds this model: give the global number of one of its ranks"
+        )

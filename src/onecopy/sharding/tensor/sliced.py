@@ -203,7 +203,7 @@ class SlicedTensor(torch.Tensor):
             NeedsWholeError: always.
         """
         raise NeedsWholeError(
-            f"numpy and lists need the whole of {self.slicing.name!r} {tuple(self.shape)}, of which this rank holds "
+            f"numpy and lists need the whole of {self.slicing.name!r} {tuple(self.shape)}, but this rank holds only "
             f"{self.slicing.numel} elements: use it inside `with onecopy.gathered(...)`."
         )
 

@@ -97,12 +97,14 @@ def tensor_mesh(parameters: Iterable[tuple[str, Tensor]]) -> DeviceMesh | None:
         mesh, placements = found.device_mesh, found.placements
         if mesh.ndim != 1 or any(placement.is_partial() for placement in placements):
             raise SettingsError(
-                f"parameter {name!r} is a DTensor with {placements} over a mesh of {mesh.ndim} axes; onecopy takes "
-                f"those that are cut or replicated over one axis, the tensor axis. Leave the data-parallel axes to "
-                f"onecopy.shard(mesh=)."
+                f"parameter {name!r} is a DTensor with {placements} over a mesh of {mesh.ndim} axes; it must be cut "
+                "or replicated over one axis, the tensor axis. Leave the data-parallel axes to onecopy.shard(mesh=)."
             )
         if first is not None and first[1] != mesh:
-            raise SettingsError(f"parameters {first[0]!r} and {name!r} lie over two different tensor axes.")
+            raise SettingsError(
+                f"parameters {first[0]!r} and {name!r} are cut over two different tensor axes: parallelise the whole "
+                "model over one mesh axis."
+            )
         first = first or (name, mesh)
     return None if first is None else first[1]
 
