@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 from check import faults
 from pages import ROOT, gather
@@ -34,9 +33,7 @@ def main() -> int:
     print("\n".join(f"error: {fault}" for fault in found), file=sys.stderr, end="\n" if found else "")
     count = len(list(site.rglob("*.html")))
     size = sum(file.stat().st_size for file in site.rglob("*") if file.is_file())
-    print(
-        f"{site.relative_to(Path.cwd()) if site.is_relative_to(Path.cwd()) else site}: {count} pages, {size / 1e6:.1f} MB"
-    )
+    print(f"build/site: {count} pages, {size / 1e6:.1f} MB")
     return 1 if found else 0
 
 

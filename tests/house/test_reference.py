@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
+import names
 import onecopy
 import reference
 from onecopy import errors
 from onecopy.cli.main import make_app
 from onecopy.observe.categories import CATEGORIES
+from onecopy.recipes.account import Summary
 from onecopy.recipes.settings import keys
 from places import ROOT
 
 FOLDER = ROOT / "docs/reference"
-NAMES = reference.public_names()
+NAMES = names.public_names()
 
 
 def _public(name: str) -> Any:
@@ -46,7 +48,7 @@ def test_every_public_name_has_an_entry() -> None:
 
 
 def test_every_public_name_has_its_place() -> None:
-    placed = [name for names in reference.GROUPS.values() for name in names]
+    placed = [name for group in names.GROUPS.values() for name in group]
     assert sorted(placed) == sorted(set(placed))
     assert set(placed) <= set(NAMES)
 
@@ -59,7 +61,7 @@ def test_a_functions_docstring_names_each_argument_and_what_it_returns(name: str
     assert summary
     assert summary.endswith("."), summary
     told = set(re.findall(r"^    ([\w, ]+):", text, flags=re.MULTILINE))
-    told = {one.strip() for names in told for one in names.split(",")} | set(re.findall(r"``(\w+)``", text))
+    told = {one.strip() for these in told for one in these.split(",")} | set(re.findall(r"``(\w+)``", text))
     # What a function that takes one model and nothing else does with it stands in its summary.
     asked = {name for name in inspect.signature(function).parameters if name != "model"}
     assert asked <= told, sorted(asked - told)
@@ -71,7 +73,7 @@ def test_a_functions_docstring_names_each_argument_and_what_it_returns(name: str
 @pytest.mark.parametrize("name", DATACLASSES)
 def test_a_dataclass_says_what_each_field_is(name: str) -> None:
     text = inspect.getdoc(_public(name)) or ""
-    told = {one.strip() for names in re.findall(r"^    ([\w, ]+):", text, re.MULTILINE) for one in names.split(",")}
+    told = {one.strip() for these in re.findall(r"^    ([\w, ]+):", text, re.MULTILINE) for one in these.split(",")}
     missing = {field.name for field in dataclasses.fields(_public(name)) if not field.name.startswith("_")} - told
     assert not missing
 
@@ -110,4 +112,6 @@ def test_metrics_have_every_category() -> None:
     text = (FOLDER / "metrics.md").read_text(encoding="utf-8")
     for category in CATEGORIES:
         assert f"`memory/{category}`" in text
+    for field in dataclasses.fields(Summary):
+        assert f"| `{field.name}` |" in text
     assert "|  |" not in text
