@@ -16,7 +16,7 @@ from markupsafe import escape
 WIDTH: Final = 400
 _EDGE: Final = 12
 _LINE: Final = 17
-_SHOWN: Final = 640
+_SHOWN: Final = 520
 """Width in pixels where nothing says how wide it is to be."""
 
 
