@@ -6,10 +6,10 @@
     sudo python benchmarks/retake.py --only compare_llama_2
 
 Each step is one command, whose results go to `results/`. A step that fails or passes its limit is named, its results of
-before stay, and the others go on. At the end `tables.py` and `pictures.py` write the docs. Peers take part where the Python that runs
-this has them. On a quiet machine of 2 cores it is to take 20 minutes. Two groups are taken by name only: `traffic`, the
-bytes that every system sends, and `rates`, which times steps on slow links: some 5 minutes each. Root is needed for
-namespaces: without it, bytes on the wire are left out, and those two fail.
+before stay, and the others go on. At the end `tables.py` and `pictures.py` write the docs. Peers take part where the
+Python that runs this has them. On a quiet machine of 2 cores it is to take 20 minutes. Two groups are taken by name
+only: `traffic`, the bytes that every system sends, and `rates`, which times steps on slow links: some 5 minutes each.
+Root is needed for namespaces: without it, bytes on the wire are left out, and those two fail.
 """
 
 from __future__ import annotations

@@ -17,7 +17,17 @@ import onecopy
 from pages import ROOT
 
 GROUPS: Final = {
-    "Shard a model": ("shard", "Stage", "Precision", "Offload", "Activations", "activations.checkpoint", "tiled"),
+    "Shard a model": (
+        "shard",
+        "Stage",
+        "Precision",
+        "Offload",
+        "Activations",
+        "activations.checkpoint",
+        "tiled",
+        "needs_whole",
+    ),
+    "A loss in chunks": ("chunk_loss", "chunked_cross_entropy"),
     "Whole parameters": ("gathered", "materialize", "SlicedTensor", "padded_numel"),
     "A moving average": ("ema", "Ema"),
     "Save and load": (

@@ -34,6 +34,8 @@ def _public(name: str) -> Any:
 FUNCTIONS = [name for name in NAMES if inspect.isroutine(_public(name))]
 DATACLASSES = [name for name in NAMES if dataclasses.is_dataclass(_public(name))]
 
+RAISES_NOTHING = {"needs_whole"}
+
 
 @pytest.mark.parametrize("page", reference.pages())
 def test_pages_are_as_the_source_has_them(page: str) -> None:
@@ -67,7 +69,7 @@ def test_a_functions_docstring_names_each_argument_and_what_it_returns(name: str
     assert asked <= told, sorted(asked - told)
     if inspect.signature(function).return_annotation not in ("None", None):
         assert re.search(r"^(Returns|Yields):", text, flags=re.MULTILINE), text
-    assert re.search(r"^Raises:", text, flags=re.MULTILINE), text
+    assert name in RAISES_NOTHING or re.search(r"^Raises:", text, flags=re.MULTILINE), text
 
 
 @pytest.mark.parametrize("name", DATACLASSES)
