@@ -9,7 +9,6 @@ Nothing is measured. `retake.py`, `timelines.py` and the scripts that docs/relia
 from __future__ import annotations
 
 import json
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -73,7 +72,7 @@ def memory() -> str:
     legend = {f"c-{c}": c.replace("_", " ") for c in used}
     size = found[0]["parameters"] / 1e6
     notes = (
-        f"GPT of {size:.1f} M parameters on {ranks} CPU ranks, bf16 with AdamW",
+        f"GPT of {size:.1f} M parameters, {ranks} CPU ranks, bf16",
         "measured: the highest moment of a step",
     )
     return bars("Memory of one rank", shown, notes=notes, legend=legend)
@@ -158,7 +157,7 @@ def timeline() -> str:
         _COLOURS["l-reduce"]: "reduce gradients",
         "l-wait": "waiting",
     }
-    notes = ("small GPT on 2 CPU ranks, the first rank's", "recorded by onecopy.profile; each step fills its panel")
+    notes = ("small GPT on 2 CPU ranks, the first rank's", "by onecopy.profile; each step fills its panel")
     return timelines("One step", panels, end=100, unit="%", notes=notes, legend=legend)
 
 
@@ -167,24 +166,14 @@ _COLOURS: Final = {"l-gather": "accent", "l-reduce": "c-gradients_sliced"}
 
 
 def reliability() -> str:
-    """The counts that docs/reliability.md holds."""
-    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
-
-    def counted(pattern: str) -> tuple[int, int]:
-        match = re.search(pattern, page)
-        if match is None:
-            raise ValueError(f"docs/reliability.md has no count of the form {pattern!r}")
-        count, lost = (int(text.replace(",", "")) for text in match.groups())
-        return count, lost
-
-    rows = {
-        "power cuts during saves": counted(r"([\d,]+) cuts at \d+ calls of \d+ saves, (\d+) lost"),
-        "ranks killed while they save": counted(r"([\d,]+) ranks killed in \d+ trials \(.*\), (\d+) lost"),
-        "ranks killed with states on disk": counted(r"([\d,]+) ranks killed in \d+ trials, (\d+) harmed"),
-    }
+    """Counts of the scripts in tests/crash, which docs/reliability.md has too."""
     shown = [
-        Bar(name, {_OURS: count - lost, "l-wait": lost}, f"{count:,}, {lost} lost")
-        for name, (count, lost) in rows.items()
+        Bar(
+            row["what"],
+            {_OURS: row["count"] - row["lost"], "l-wait": row["lost"]},
+            f"{row['count']:,}, {row['lost']} lost",
+        )
+        for row in _results("reliability")
     ]
     return bars(
         "Checkpoints under kills and power cuts", shown, notes=("each a trial; what was saved is loaded again",)
