@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from pages import links, sources
 from places import ROOT
 from publish.drawing import WIDTH, Bar, bars
 
+RESULTS = ROOT / "benchmarks/results"
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = {"title": 14.0}
 
@@ -69,6 +71,35 @@ def test_counts_of_the_reliability_chart_are_the_pages() -> None:
         assert f"{row['count']:,} {row['noun']}" in page
         assert row["command"] in page
         assert row["lost"] == 0
+
+
+def _median_ratio(contest: str, system: str) -> float:
+    timed = json.loads((RESULTS / f"{contest}.json").read_text())["contests"][0]["timed"]
+    pairs = zip(timed[system]["seconds"], timed["DDP"]["seconds"], strict=True)
+    return statistics.median(own / other for own, other in pairs)
+
+
+def test_figures_of_the_evidence_are_those_of_the_results() -> None:
+    page = " ".join((ROOT / "docs/evidence.md").read_text(encoding="utf-8").split())
+    first, second, third = (f"{_median_ratio('compare_gpt30m_2', f'onecopy stage {n}'):.2f}" for n in (1, 2, 3))
+    assert f"takes {first}, {second} and {third} times that of DDP" in page
+    peer = _median_ratio("compare_gpt30m_2", "fully_shard, reshard_after_forward=True")
+    assert f"takes {peer:.2f} times that of DDP" in page
+    assert f"stage 3 takes {_median_ratio('compare_gpt30m_2', 'DeepSpeed stage 3'):.2f} times" in page
+    second, third = (f"{_median_ratio('compare_gpt30m_2_g4', f'onecopy stage {n}'):.2f}" for n in (2, 3))
+    assert f"take {second} and {third} times as long" in page
+
+    rows = json.loads((RESULTS / "memory.json").read_text())
+    peaks = {row["stage"]: sum(row["peak"].values()) / 1e6 for row in rows if row["ranks"] == 4 and not row["tied"]}
+    assert f"falls from {peaks[0]:.0f} MB to {peaks[1]:.0f} MB at stages 1 and 2, and to {peaks[3]:.0f} MB" in page
+    assert f"{peaks[1]:.0f}" == f"{peaks[2]:.0f}"
+    counted = {tied: min(r["metered"] / r["allocated"] for r in rows if r["tied"] == tied) for tied in (False, True)}
+    assert f"at least {int(100 * counted[False])} % of the tensors" in page
+    assert f"{100 * counted[True]:.0f} % are counted then" in page
+
+    sent = json.loads((RESULTS / "wire.json").read_text())["measured"]
+    most = max(max(row["sent"]) / row["paper"] for row in sent if row["system"].startswith("onecopy"))
+    assert f"at most {100 * (most - 1):.1f} % more" in page
 
 
 def test_every_picture_is_shown_somewhere() -> None:
