@@ -6,10 +6,10 @@
     sudo python benchmarks/retake.py --only compare_llama_2
 
 Each step is one command, whose results go to `results/`. A step that fails or passes its limit is named, its results of
-before stay, and the others go on. At the end `tables.py` writes the docs. Peers take part where the Python that runs
-this has them. On a quiet machine of 2 cores it is to take 20 minutes. Two groups are taken by name only: `traffic`, the
-bytes that every system sends, and `rates`, which times steps on slow links: some 5 minutes each. Root is needed for
-namespaces: without it, bytes on the wire are left out, and those two fail.
+before stay, and the others go on. At the end `tables.py` and `pictures.py` write the docs. Peers take part where the
+Python that runs this has them. On a quiet machine of 2 cores it is to take 20 minutes. Two groups are taken by name
+only: `traffic`, the bytes that every system sends, and `rates`, which times steps on slow links: some 5 minutes each.
+Root is needed for namespaces: without it, bytes on the wire are left out, and those two fail.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ STEPS: Final = (
         "overhead.py --kind linear --ranks 8 64 1024 --layers 25 50 100 --passes 5 --group silent",
     ),
     Step("ledger_cost", "engine", "ledger_cost.py"),
+    Step("timelines", "engine", "timelines.py"),
     Step(
         *("scaling", "engine"),
         "scaling.py --ranks 8 64 512 4096 --layers 10 --html benchmarks/results/scaling.html",
@@ -152,7 +153,8 @@ def main() -> None:
     print(f"{monotonic() - began:.0f} s in all")
     if not options.no_docs:
         # In a process of its own, for its imports are not needed to take figures.
-        subprocess.run([sys.executable, str(HERE / "tables.py")], check=True)
+        for script in ("tables.py", "pictures.py"):
+            subprocess.run([sys.executable, str(HERE / script)], check=True)
 
 
 if __name__ == "__main__":

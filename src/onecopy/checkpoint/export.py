@@ -75,6 +75,9 @@ def export(
         assets: files to add, such as config.json or a tokenizer's. They replace files of the same name that were
             saved with the checkpoint.
 
+    Returns:
+        An `Exported`: the checkpoint, and the bytes of each file.
+
     Raises:
         SettingsError: if ``out`` is not empty or cannot be made, or if transformers cannot load ``dtype``.
         CheckpointError: if a file cannot be written, if there is no whole checkpoint, or if the checkpoint holds

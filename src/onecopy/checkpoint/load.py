@@ -83,6 +83,9 @@ def load(
             it is. Frozen parameters keep their values if the checkpoint holds trainable parameters only.
         check: compare every byte with its checksum first. False compares only the sizes of the files.
 
+    Returns:
+        A `Loaded`: the checkpoint, its step, and what was saved beside the model.
+
     Raises:
         CheckpointError: if there is no whole checkpoint, or it does not fit; lists every name that does not.
         UsageError: if the model is on meta.

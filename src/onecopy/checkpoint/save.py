@@ -53,7 +53,8 @@ def save(
 
     Args:
         directory: the directory that holds all of this run's checkpoints.
-        optimizer: one, or several that hold different parameters.
+        model: the model whose parameters and persistent buffers are saved.
+        optimizer: one, or several that hold different parameters. None: weights alone.
         scheduler, scaler: anything with `state_dict()`.
         extra: values of your own, such as the position in the data: plain types and tensors. The first rank's are
             saved, and `load` returns them.

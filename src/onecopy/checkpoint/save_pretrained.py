@@ -44,6 +44,7 @@ def save_pretrained(
 
     Args:
         model: sharded by `onecopy.shard`, or any other.
+        directory: where the files go. It may be new, or hold an earlier save.
         dtype: dtype of the floating-point tensors in the files. None keeps that of the master weights.
         file_bytes: most bytes of tensors in a file. A file holds at least one tensor, however large.
 

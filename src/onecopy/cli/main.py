@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
 
 
-def main() -> None:
-    """Entry point of the `onecopy` command."""
-    # While there is nothing to close, Ctrl-C ends the process in the kernel: no traceback, and no import swallows it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        import typer
+def make_app() -> typer.Typer:
+    """The command with its subcommands."""
+    import typer
 
-        from onecopy.cli.checkpoint import export, import_deepspeed, inspect
-        from onecopy.cli.plan import plan
-        from onecopy.cli.report import report
-        from onecopy.cli.train import short_names, train
-        from onecopy.cli.tune import tune
-        from onecopy.cli.version import version
-        from onecopy.errors import SettingsError
-    except ModuleNotFoundError as error:
-        if error.name not in ("typer", "pydantic", "rich"):
-            raise
-        sys.exit(f"error: the command line needs {error.name}; install it with: pip install 'onecopy[train]'")
+    from onecopy.cli.checkpoint import export, import_deepspeed, inspect
+    from onecopy.cli.plan import plan
+    from onecopy.cli.report import report
+    from onecopy.cli.train import train
+    from onecopy.cli.tune import tune
+    from onecopy.cli.version import version
 
     app = typer.Typer(
         help="ZeRO for PyTorch: one copy of every model state across the ranks that train it.",
@@ -39,6 +35,25 @@ def main() -> None:
     app.command("export")(export)
     app.command("import-deepspeed")(import_deepspeed)
     app.callback()(version)
+    return app
+
+
+def main() -> None:
+    """Entry point of the `onecopy` command."""
+    # While there is nothing to close, Ctrl-C ends the process in the kernel: no traceback, and no import swallows it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        import typer
+
+        from onecopy.cli.train import short_names
+        from onecopy.errors import SettingsError
+
+        app = make_app()
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "pydantic", "rich"):
+            raise
+        sys.exit(f"error: the command line needs {error.name}; install it with: pip install 'onecopy[train]'")
+
     arguments = sys.argv[1:]
     try:
         if arguments[:1] == ["train"]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-CATEGORIES: Final = (
-    "parameters_sliced",
-    "parameters_gathered",
-    "gradients_whole",
-    "gradients_sliced",
-    "optimizer",
-    "activations",
-    "checkpoints",
-    "communication",
-)
+MEANINGS: Final = {
+    "parameters_sliced": "this rank's slices of the parameters: what the optimizer updates",
+    "parameters_gathered": "whole parameters, while they are needed",
+    "gradients_whole": "whole gradients, until they have been sent",
+    "gradients_sliced": "this rank's slices of the gradients",
+    "optimizer": "optimizer states",
+    "activations": "what autograd saves; counted in a profiled step alone",
+    "checkpoints": "activation checkpoints",
+    "communication": "buffers through which collectives send and receive",
+}
+CATEGORIES: Final = tuple(MEANINGS)

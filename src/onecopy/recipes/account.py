@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import onecopy
+from onecopy.observe.categories import MEANINGS
 from onecopy.observe.ledger import STATE_OPERATIONS
 from onecopy.planner.formulas.traffic import step_elements
 from onecopy.recipes.config import Config
@@ -21,6 +22,22 @@ from onecopy.recipes.metrics import Record
 from onecopy.recipes.world import World
 
 _ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2, "bf16-lean": 2}
+
+STEP_VALUES: Final = {
+    "loss": "The mean over the whole batch.",
+    "learning_rate": "The one that this step used.",
+    "gradient_norm": "The global norm of the gradients before clipping.",
+    "seconds": "The step's time on the first rank, without evaluations and saves.",
+    "tokens_per_second": "Tokens of the whole batch, over `seconds`.",
+    "bytes_sent": "Model states that the first rank sent since the step before.",
+    **{f"sent/{op}": f"The part of `bytes_sent` that left by {op}." for op in STATE_OPERATIONS},
+    "activations_sent": "Activation checkpoints that the first rank sent over the tensor axis.",
+    "exposed_seconds": "Time that computing stood still for a collective.",
+    "peak_memory": "The most that was in use so far: of the device, or on the CPU the process's resident set.",
+    **{f"memory/{name}": f"At the step's highest moment: {meaning}." for name, meaning in MEANINGS.items()},
+    "off_device/checkpoints": "The most that activation checkpoints had in host memory or in files.",
+}
+"""What `metrics.jsonl` holds of a step, by name, and what each value means."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +65,19 @@ class Summary:
             of the steps after it.
         checkpoint: the last one that was saved, None without one.
         interrupted: whether a signal ended it early.
-        first_loss, last_loss: of the first and last step, means over the whole batch.
+        first_loss: of the first step, the mean over the whole batch.
+        last_loss: of the last step, likewise.
         validation_loss: of the last evaluation, None without one.
         tokens_per_second: of all ranks, evaluations and the first step left out.
         peak_memory: bytes, rank by rank: of the device, or the resident set of the process on CPU.
-        parameters: of the model.
+        stage: 0 to 3.
+        parameters: elements of the model's parameters.
         padded_parameters: Ψ, what one gather moves: parameters and the padding between them.
-        element_bytes: of an element on the wire.
-        shard, replicate, micro_batches: N, copies of the model states, and g.
-        bytes_sent_per_step: by operation.
+        element_bytes: bytes of an element on the wire.
+        shard: ranks that share one copy of the model states, N.
+        replicate: copies of the model states.
+        micro_batches: in a step, g.
+        bytes_sent_per_step: bytes of model states that a rank sends, by operation.
         planned: what the planner expected, see `plan.py`; None if it was not asked.
         highest_memory: by category, the most bytes that a step's highest moment had.
         highest_off_device: by category, the most bytes in host memory or files.

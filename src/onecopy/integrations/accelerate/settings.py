@@ -28,6 +28,10 @@ def from_accelerate(config: str | Path | Mapping[str, Any], model: Any = None) -
         config: the YAML file that ``accelerate config`` wrote, or what is in it.
         model: in which classes of ``fsdp_transformer_layer_cls_to_wrap`` are looked up as units.
 
+    Returns:
+        A `Translation`: ``onecopy.shard(model, **translation.arguments)``; ``translation.ignored`` lists every key
+        that has no effect, and why.
+
     Raises:
         SettingsError: if the file cannot be read or has no ``fsdp_config``, or a value is none that Accelerate takes.
     """

@@ -1,9 +1,11 @@
 """Hugging Face's Trainer and all that is built on it, over sharded models.
 
-class Sharded(onecopy.integrations.transformers.ShardedTrainer, SFTTrainer): ...
-Sharded(model=model, args=args, train_dataset=data, shard={"stage": 3}).train()
+    class Sharded(onecopy.integrations.transformers.ShardedTrainer, SFTTrainer): ...
+    Sharded(model=model, args=args, train_dataset=data, shard={"stage": 3}).train()
 
-sharded(SFTTrainer, stage=3)(model=model, args=args, train_dataset=data).train()    # the same in one line
+    sharded(SFTTrainer, stage=3)(model=model, args=args, train_dataset=data).train()    # the same in one line
+
+Both need the packages transformers and accelerate.
 """
 
 from onecopy.integrations.needs import needs

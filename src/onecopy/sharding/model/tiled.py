@@ -55,7 +55,11 @@ def tiled(linear: nn.Linear, tiles: int = 4) -> TiledLinear:
     call. The state dict of the new module has one entry for each tile. It also loads the state dict of ``linear``.
 
     Args:
+        linear: a plain layer of any dtype, whose weight has the shape (outputs, inputs).
         tiles: how many tiles: at least 2, at most the number of outputs.
+
+    Returns:
+        A module in the place of ``linear``: input of shape (..., inputs), output of shape (..., outputs).
 
     Raises:
         SettingsError: if ``linear`` is no `torch.nn.Linear`, or cannot be cut into so many tiles.

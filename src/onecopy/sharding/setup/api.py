@@ -274,6 +274,9 @@ def shard(
 def ledger(model: nn.Module) -> Ledger:
     """The ledger of a sharded model: the bytes that this rank has sent, per step and in total.
 
+    Returns:
+        The `Ledger`, which goes on counting.
+
     Raises:
         UsageError: if ``model`` is not what `shard` returned.
     """
@@ -282,6 +285,9 @@ def ledger(model: nn.Module) -> Ledger:
 
 def meter(model: nn.Module) -> Meter:
     """The meter of a sharded model: the bytes that the model holds on this rank, by category.
+
+    Returns:
+        The `Meter`, which goes on counting.
 
     Raises:
         UsageError: if ``model`` is not what `shard` returned.
@@ -292,6 +298,9 @@ def meter(model: nn.Module) -> Meter:
 def arena(model: nn.Module) -> Arena | None:
     """The regions in which a model that was sharded with ``defragment`` keeps gradients and activation checkpoints.
 
+    Returns:
+        The `Arena`; None of a model that was sharded without ``defragment``.
+
     Raises:
         UsageError: if ``model`` is not what `shard` returned.
     """
@@ -301,7 +310,14 @@ def arena(model: nn.Module) -> Arena | None:
 
 
 def padded_numel(model: nn.Module) -> int:
-    """The number of a sharded model's elements, with padding: what one gather of the whole model brings together."""
+    """The number of a sharded model's elements, with padding: what one gather of the whole model brings together.
+
+    Returns:
+        The Ψ by which the bytes of `ledger` are held against ZeRO §7.
+
+    Raises:
+        UsageError: if ``model`` is not what `shard` returned.
+    """
     return sum(bucket.layout.padded_numel for unit in engine_of(model).units for bucket in unit.buckets)
 
 

@@ -125,6 +125,9 @@ def ema(model: nn.Module, decay: float | Callable[[int], float] = 0.999) -> Ema:
         decay: weight of the average in each update, between 0 and 1; or a function from the number of earlier updates
             to that weight.
 
+    Returns:
+        The `Ema`. It counts no update before the first call of its `update`.
+
     Raises:
         SettingsError: if ``decay`` is out of range, or the model is on the meta device.
     """

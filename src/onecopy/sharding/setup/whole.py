@@ -120,6 +120,9 @@ def materialize(
         device: where slices and buffers go.
         init: called with every module that has parameters or buffers of its own. None calls its `reset_parameters`.
 
+    Returns:
+        ``model``.
+
     Raises:
         UsageError: if the model is not sharded on meta, or a module has no `reset_parameters` and ``init`` is None.
     """
