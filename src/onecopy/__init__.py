@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from onecopy.integrations.deepspeed import from_deepspeed
     from onecopy.memory.store.offload import Offload
     from onecopy.observe.ledger import Entry, Ledger, Traffic
+    from onecopy.resilience.meeting import join
+    from onecopy.resilience.run import Run, resilient
     from onecopy.sharding.model.tiled import tiled
     from onecopy.sharding.setup.api import arena, ledger, meter, padded_numel, shard
     from onecopy.sharding.setup.averages import Ema, ema
@@ -41,6 +43,7 @@ __all__ = [
     "Offload",
     "Precision",
     "Profile",
+    "Run",
     "Saving",
     "SlicedTensor",
     "Stage",
@@ -52,6 +55,7 @@ __all__ = [
     "from_accelerate",
     "from_deepspeed",
     "gathered",
+    "join",
     "ledger",
     "load",
     "load_pretrained",
@@ -59,6 +63,7 @@ __all__ = [
     "meter",
     "padded_numel",
     "profile",
+    "resilient",
     "save",
     "save_pretrained",
     "shard",
@@ -77,6 +82,8 @@ _HOMES = {
     "onecopy.observe.ledger": ("Entry", "Ledger", "Traffic"),
     "onecopy.integrations.accelerate": ("from_accelerate",),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
+    "onecopy.resilience.meeting": ("join",),
+    "onecopy.resilience.run": ("Run", "resilient"),
     "onecopy.sharding.model.tiled": ("tiled",),
     "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.tensor.precision": ("Precision",),

@@ -30,6 +30,7 @@ ORDER = (
     "sharding.engine",
     "sharding.setup",
     "checkpoint",
+    "resilience",
     "planner.quantities",
     "planner.available",
     "planner.formulas",

@@ -16,6 +16,7 @@ def main() -> None:
         from onecopy.cli.checkpoint import export, import_deepspeed, inspect
         from onecopy.cli.plan import plan
         from onecopy.cli.report import report
+        from onecopy.cli.run import run
         from onecopy.cli.train import short_names, train
         from onecopy.errors import SettingsError
     except ModuleNotFoundError as error:
@@ -30,6 +31,7 @@ def main() -> None:
         add_completion=False,
     )
     app.command("train")(train)
+    app.command("run", context_settings={"allow_interspersed_args": False, "allow_extra_args": True})(run)
     app.command("plan")(plan)
     app.command("report")(report)
     app.command("inspect")(inspect)

@@ -13,4 +13,5 @@ CATEGORIES: Final = (
     "activations",
     "checkpoints",
     "communication",
+    "mirror",
 )

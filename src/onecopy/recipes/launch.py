@@ -145,13 +145,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
 
     # The agent's log would bury what the ranks say.
     logging.disable(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
-    # Whole parameters and gradients come and go by the megabyte: malloc must not hand each to the kernel and back.
-    os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
-    if sys.platform == "linux":
-        # All ranks are on this host, whose own name may lead anywhere.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    prepare_environment(ranks)
     register()
     # Without a directory for logs nothing is left behind, however this process ends.
     options = [f"--rdzv-backend={BACKEND}", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
@@ -162,6 +156,17 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     except ChildFailedError as error:
         return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
     return Exit.DONE
+
+
+def prepare_environment(ranks: int) -> None:
+    """Set what ``ranks`` processes of this host want in their environment, unless somebody has."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
+    # Whole parameters and gradients come and go by the megabyte: malloc must not hand each to the kernel and back.
+    os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
+    if sys.platform == "linux":
+        # All ranks are on this host, whose own name may lead anywhere.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _explain(exit_codes: dict[int, int]) -> int:
