@@ -11,7 +11,8 @@ Private torch name, read in torch 2.13 and tested in tests/house/test_private_ap
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -110,6 +111,16 @@ class Belongings:
 def is_unscaled(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Whether the scaler has unscaled the optimizer's gradients since its last update."""
     return bool(scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"])
+
+
+@contextmanager
+def unscaled_alike(scaler: torch.amp.GradScaler, leader: Optimizer, follower: Optimizer) -> Iterator[None]:
+    """Inside the block the scaler holds ``follower`` for unscaled as ``leader`` is now: it steps if that one does."""
+    scaler._per_optimizer_states[id(follower)] = dict(scaler._per_optimizer_states[id(leader)])
+    try:
+        yield
+    finally:
+        del scaler._per_optimizer_states[id(follower)]
 
 
 def _state_of(what: Any) -> Any:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from onecopy.checkpoint.random import pack, put_generators, take_generators, unp
 from onecopy.checkpoint.save import save
 from onecopy.comm.mesh import Axis
 from onecopy.errors import CollectiveError, OnecopyError, RecoveryError, SettingsError, UsageError
-from onecopy.resilience.capsules import Belongings, is_unscaled
+from onecopy.resilience.capsules import Belongings, is_unscaled, unscaled_alike
 from onecopy.resilience.meeting import meet
 from onecopy.resilience.membership import Generation, membership
 from onecopy.resilience.points import reach
@@ -140,7 +140,7 @@ class Run:
     # --- the loop
 
     def loop(self, batches: Callable[[int], Iterable[T]]) -> Iterator[T]:
-        """Yield the batch of every step until it is committed.
+        """Yield the batch of every step until it is committed. Gradients are cleared before each.
 
         Args:
             batches: called with a number of steps, returns the batches from that step on; the same on every rank's
@@ -180,9 +180,9 @@ class Run:
             yield
 
     def _begin_attempt(self, *, closes: bool) -> None:
+        self._optimizer.zero_grad()
         if self._is_redone:
             put_generators(self._generators)
-            self._optimizer.zero_grad()
         else:
             self._generators = take_generators()
         self._attempt = self._version
@@ -265,7 +265,8 @@ class Run:
         assert self._world is not None
         reach("agree")
         agree(self._world, values)
-        self.total = values.tolist()[1:]
+        if values.numel() > 1:
+            self.total = values.tolist()[1:]
         reach("agreed")
 
     def _prepare(self, values: tuple[float, ...]) -> Tensor:
@@ -319,30 +320,33 @@ class Run:
         reach("applied")
 
     def _apply(self, update: bool) -> None:
+        mirror = self._mirror
         if update:
             values = group_values(self._optimizer)
-            before = self._engine.ledger.total.calls
-            if self._scaler is not None:
-                self._scaler.step(self._optimizer)
-            else:
-                self._optimizer.step()
-            if self._engine.ledger.total.calls != before:
-                raise UsageError(
-                    f"{type(self._optimizer).__name__} sends messages in its step (a norm over all ranks?), which must "
-                    f"be local after the commit point: take an optimizer that updates each element by itself."
-                )
-            reach("half")
-            if self._mirror is not None:
-                if self._engine.step_is_open:
-                    # The scaler has found an overflow.
-                    self._mirror.forget_gradients()
-                else:
-                    self._mirror.step(values)
-        elif self._mirror is not None:
-            self._mirror.forget_gradients()
+            with ExitStack() as stack:
+                if mirror is not None and self._scaler is not None and self._scaler.is_enabled():
+                    stack.enter_context(unscaled_alike(self._scaler, self._optimizer, mirror.optimizer))
+                before = self._engine.ledger.total.calls
+                self._step_one(self._optimizer)
+                if self._engine.ledger.total.calls != before:
+                    raise UsageError(
+                        f"{type(self._optimizer).__name__} sends messages in its step (a norm over all ranks?), which "
+                        f"must be local after the commit point: take an optimizer that updates each element by itself."
+                    )
+                reach("half")
+                if mirror is not None:
+                    mirror.follow(values, self._step_one)
+        elif mirror is not None:
+            mirror.forget_gradients()
         self._engine.close_step()
         self._capsules = self._coming
         self.steps += 1
+
+    def _step_one(self, optimizer: Optimizer) -> None:
+        if self._scaler is not None:
+            self._scaler.step(optimizer)
+        else:
+            optimizer.step()
 
     # --- the top of the loop
 
@@ -467,6 +471,21 @@ class Run:
             extra={"onecopy.resilient": {key: self._belongings.snapshot()[key] for key in ("groups", "kept")}},
         )
         self._saved = self.steps
+
+    def check(self) -> None:
+        """Hold every mirror against what it mirrors, by checksums; between steps, on all ranks.
+
+        Raises:
+            RecoveryError: on every rank, if one differs.
+        """
+        world = self._world
+        assert world is not None
+        manifests = {kind: slices.describe() for kind, slices in self._held.items()}
+        everyones = world.exchange_objects({kind: found.checksums for kind, found in manifests.items()})
+        for rank, found in enumerate(everyones):
+            owner = (rank + 1) % world.size
+            if MIRROR in found and found[MIRROR] != everyones[owner][OWN]:
+                raise RecoveryError(f"rank {rank} mirrors the slices of rank {owner}, and they are not the same")
 
     # --- after a loss
 

@@ -175,15 +175,16 @@ class Mirror(Slices):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def step(self, values: Sequence[dict[str, Any]]) -> None:
+    def follow(self, values: Sequence[dict[str, Any]], step: Callable[[Optimizer], object]) -> None:
         """Update as the slices' owner does.
 
         Args:
             values: what the owner's groups held before its step.
+            step: what was done with the owner's optimizer.
         """
         for group, own in zip(self.optimizer.param_groups, values, strict=True):
             group.update(own)
-        self.optimizer.step()
+        step(self.optimizer)
         self.forget_gradients()
         self._engine.meter.set("mirror", self._bytes())
 

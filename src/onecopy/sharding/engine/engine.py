@@ -495,11 +495,6 @@ class Engine:
         self.versions.open_write(agree)
         self._step_is_open = True
 
-    @property
-    def step_is_open(self) -> bool:
-        """Whether `open_step` was called, and no optimizer has stepped since."""
-        return self._step_is_open
-
     def close_step(self) -> None:
         """The open step is over, whether an optimizer has stepped or not."""
         if self._step_is_open:
