@@ -238,7 +238,7 @@ def main() -> None:
         told = len(run.repairs)
     run.check()
     with torch.no_grad(), onecopy.gathered(model):
-        weights = digest([p for p in model.parameters()])
+        weights = digest(list(model.parameters()))
     states = [
         value.local for s in optimizer.state.values() for value in s.values() if isinstance(value, onecopy.SlicedTensor)
     ]
