@@ -104,15 +104,26 @@ class Tally:
     seconds: list[float]
 
 
-def compare(plan: Plan, folder: Path, *, transport: str, heartbeat: float, reference: Ended | None = None) -> Tally:
+def compare(
+    plan: Plan,
+    folder: Path,
+    *,
+    transport: str,
+    heartbeat: float = 0.0,
+    whole: list[dict[str, object]] | None = None,
+) -> Tally:
     """Hold a run with losses against one without.
+
+    Args:
+        whole: results of the run without, where they are known.
 
     Raises:
         AssertionError: where a result differs in one bit.
     """
-    whole = reference or carry_out(replace(plan, every=0), folder / "whole", transport=transport)
+    if whole is None:
+        whole = carry_out(replace(plan, every=0), folder / "whole", transport=transport).results
     lossy = carry_out(plan, folder / "lossy", transport=transport, heartbeat=heartbeat)
-    for expected, found in zip(whole.results, lossy.results, strict=True):
+    for expected, found in zip(whole, lossy.results, strict=True):
         different = {key: (expected[key], found[key]) for key in expected if expected[key] != found[key]}
         assert not different, f"{plan}: rank {expected['rank']} differs: {different}"
     kinds = Counter(str(loss["kind"]) for loss in lossy.losses.values())

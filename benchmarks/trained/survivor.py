@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -186,10 +187,14 @@ def digest(tensors: list[Tensor]) -> str:
 
 
 def main() -> None:
-    """Train as the plan says."""
-    folder = Path(sys.argv[1])
+    """Train as the arguments say."""
     plan = Plan(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[2]).items()})
     onecopy.join(timeout=60)
+    train(plan, Path(sys.argv[1]))
+
+
+def train(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Train as the plan says, on the ranks of the default process group. Returns this rank's result."""
     rank = dist.get_rank()
     model = build(plan)
     units = list(model.layers) if isinstance(model, Net) else "auto"
@@ -261,6 +266,7 @@ def main() -> None:
         "repairs": len(run.repairs),
     }
     (folder / f"result-{rank}.json").write_text(json.dumps({"result": result, "resources": resources}))
+    return result
 
 
 if __name__ == "__main__":

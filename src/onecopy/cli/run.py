@@ -26,9 +26,13 @@ def run(
     if not module and not Path(script).is_file():
         typer.echo(f"error: there is no file {script}", err=True)
         raise typer.Exit(2)
-    from onecopy.recipes.launch import prepare_environment
-    from onecopy.resilience.launcher import Job, Launcher
+    from onecopy.recipes.environment import prepare_environment
+    from onecopy.resilience.forks import Forks
 
     prepare_environment(ranks)
+    # It imports torch while this process does.
+    forks = Forks()
+    from onecopy.resilience.launcher import Job, Launcher
+
     job = Job([script, *context.args], ranks, spares, heartbeat, losses, is_module=module)
-    raise typer.Exit(Launcher(job).run())
+    raise typer.Exit(Launcher(job, forks).run())

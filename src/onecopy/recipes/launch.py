@@ -38,6 +38,7 @@ from onecopy.errors import (
 )
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
+from onecopy.recipes.environment import prepare_environment, threads
 from onecopy.recipes.world import join
 
 _LAST_WORDS: Final = 5.0
@@ -81,15 +82,9 @@ def _train(config: Config) -> Exit:
     # Not at the top: the launcher of other ranks has no use for it.
     from onecopy.recipes.train import train
 
-    torch.set_num_threads(_threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    torch.set_numthreads(threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     with join(config.parallel.device, config.parallel.timeout) as world:
         return Exit.DONE if train(config, world) else Exit.INTERRUPTED
-
-
-def _threads(ranks: int) -> int:
-    """Threads for each of the ranks on this host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
 
 
 # --- a rank
@@ -156,17 +151,6 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     except ChildFailedError as error:
         return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
     return Exit.DONE
-
-
-def prepare_environment(ranks: int) -> None:
-    """Set what ``ranks`` processes of this host want in their environment, unless somebody has."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
-    # Whole parameters and gradients come and go by the megabyte: malloc must not hand each to the kernel and back.
-    os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
-    if sys.platform == "linux":
-        # All ranks are on this host, whose own name may lead anywhere.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _explain(exit_codes: dict[int, int]) -> int:

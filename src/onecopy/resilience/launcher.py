@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import deque
@@ -28,7 +26,11 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
+from onecopy.resilience.forks import Forks
 from onecopy.resilience.membership import ADDRESS
+
+USAGE: Final = 2
+"""Exit code of a script that refuses its arguments or settings, which it would do again."""
 
 _HOST: Final = "127.0.0.1"
 _A_LOOK: Final = 0.01
@@ -66,8 +68,9 @@ class Job:
 class Launcher:
     """Runs one job to its end."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, forks: Forks) -> None:
         self._job = job
+        self._forks = forks
         # Its own socket, for the store can only be told a port, and would listen on every address.
         listening = socket.create_server((_HOST, 0))
         self.port = listening.getsockname()[1]
@@ -92,13 +95,6 @@ class Launcher:
         """Returns the exit code: 0 if every rank's script has run to its end."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._note_signal)
-        orders_read, self._orders = os.pipe()
-        self._answers, answers_write = os.pipe()
-        command = [sys.executable, "-m", "onecopy.resilience.zygote", str(orders_read), str(answers_write)]
-        zygote = subprocess.Popen(command, pass_fds=(orders_read, answers_write))
-        os.close(orders_read)
-        os.close(answers_write)
-        self._pending = b""
         try:
             self._begin()
             while (code := self._look()) is None:
@@ -107,8 +103,7 @@ class Launcher:
             code = ended.code
         finally:
             self._end_all()
-            os.close(self._orders)
-            zygote.wait()
+            self._forks.close()
         return code
 
     # --- processes
@@ -122,8 +117,7 @@ class Launcher:
             "WORLD_SIZE": str(self._job.ranks),
         }
         arguments = ["m" if self._job.is_module else "", *self._job.arguments]
-        order = {"process": name, "environment": environment, "arguments": arguments}
-        os.write(self._orders, (json.dumps(order) + "\n").encode())
+        self._forks.start(name, environment, arguments)
         self._pids[name] = 0
         return name
 
@@ -161,19 +155,16 @@ class Launcher:
 
     def _look(self) -> int | None:
         """Wait a moment for something to happen. Returns the job's exit code once it is over."""
-        if select.select([self._answers], [], [], _A_LOOK)[0]:
-            came = os.read(self._answers, 1 << 16)
-            if not came:
-                self._say("the process that starts ranks has ended")
-                return 1
-            *lines, self._pending = (self._pending + came).split(b"\n")
-            for line in lines:
-                answer = json.loads(line)
-                if "pid" in answer:
-                    self._pids[answer["process"]] = answer["pid"]
-                elif "code" in answer:
-                    self._pids.pop(answer["process"], None)
-                    self._ended(answer["process"], answer["code"])
+        answers = self._forks.answers(_A_LOOK)
+        if answers is None:
+            self._say("the process that starts ranks has ended")
+            return 1
+        for answer in answers:
+            if "pid" in answer:
+                self._pids[answer["process"]] = answer["pid"]
+            elif "code" in answer:
+                self._pids.pop(answer["process"], None)
+                self._ended(answer["process"], answer["code"])
         if len(self._finished) == len(self._members):
             return 0
         if self._signalled:
@@ -197,6 +188,8 @@ class Launcher:
         if code == 0 and self._store.check([f"done/{name}"]):
             self._finished.add(name)
             return
+        if code == USAGE:
+            raise _Ended(code)
         what = f"rank {rank} ended {_how(code)}"
         if self._finished or self._signalled:
             if not self._signalled:
@@ -204,6 +197,9 @@ class Launcher:
             raise _Ended(abs(code) or 1)
         self._count_loss(what)
         if self._store.add("begun", 0) < len(self._members):
+            if self._attempt == 0 and code > 0:
+                self._say(f"{what} before training had begun")
+                raise _Ended(code)
             self._begin_again(f"{what} before training had begun")
             return
         new = self._spares.pop(0) if self._spares else self._start()
@@ -226,7 +222,7 @@ class Launcher:
             self._losses.popleft()
         if len(self._losses) > self._job.limit:
             last = f" The last traceback:\n{self._traceback}" if self._traceback else ""
-            self._say(f"{what}, the {len(self._losses)}th loss within an hour: giving up.{last}")
+            self._say(f"{what}, the {_ordinal(len(self._losses))} loss within an hour: giving up.{last}")
             raise _Ended(1)
 
     def _look_at_meeting(self) -> None:
@@ -290,12 +286,10 @@ class Launcher:
         while time.monotonic() < deadline and any(name in self._pids for name in self._members):
             if self._signalled:
                 break
-            if select.select([self._answers], [], [], _A_LOOK)[0]:
-                *lines, self._pending = (self._pending + os.read(self._answers, 1 << 16)).split(b"\n")
-                for answer in map(json.loads, lines):
-                    if "code" in answer:
-                        self._pids.pop(answer["process"], None)
-                        self._codes[answer["process"]] = answer["code"]
+            for answer in self._forks.answers(_A_LOOK) or ():
+                if "code" in answer:
+                    self._pids.pop(answer["process"], None)
+                    self._codes[answer["process"]] = answer["code"]
         codes = {self._codes.get(name, 1) for name in self._members}
         return codes.pop() if len(codes) == 1 and min(codes) >= 0 else 128 + number
 
@@ -310,6 +304,11 @@ class _Ended(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(code)
         self.code = code
+
+
+def _ordinal(number: int) -> str:
+    last = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else last}"
 
 
 def _how(code: int) -> str:

@@ -359,9 +359,9 @@ class Run:
             self._version = -1
             self._recover()
             return
-        self._load()
         self._connect()
         assert self._world is not None
+        self._load(self._world)
         self._knows = [True] * self._world.size
         if self._mirror is not None:
             hand_over(self._world, self._engine, first_mirrors(self._world.size), self._held)
@@ -370,10 +370,11 @@ class Run:
             agree(self._world, torch.zeros(1, dtype=torch.float64))
             member.begin()
 
-    def _load(self) -> None:
-        if self._checkpoints is None or not find_checkpoints(self._checkpoints):
+    def _load(self, world: Axis) -> None:
+        directory = self._checkpoints
+        if directory is None or not world.exchange_objects(directory.is_dir() and bool(find_checkpoints(directory)))[0]:
             return
-        loaded = load(self._checkpoints, self._model, self._optimizer, scheduler=self._scheduler, scaler=self._scaler)
+        loaded = load(directory, self._model, self._optimizer, scheduler=self._scheduler, scaler=self._scaler)
         self.steps = self._saved = loaded.step
         extra = loaded.extra
         if isinstance(extra, dict) and "onecopy.resilient" in extra:
