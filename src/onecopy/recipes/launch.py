@@ -82,7 +82,7 @@ def _train(config: Config) -> Exit:
     # Not at the top: the launcher of other ranks has no use for it.
     from onecopy.recipes.train import train
 
-    torch.set_numthreads(threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    torch.set_num_threads(threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     with join(config.parallel.device, config.parallel.timeout) as world:
         return Exit.DONE if train(config, world) else Exit.INTERRUPTED
 

@@ -419,7 +419,7 @@ class Run:
     def _take_snapshot(self) -> None:
         self._snapshot = self._belongings.snapshot()
         self._snapshot["buffers"] = self._belongings.remember_buffers()
-        self._snapshot["run"] = {"steps": self.steps, "ends": list(self._ends), "saved": self._saved}
+        self._snapshot["run"] = {"steps": self.steps, "ends": list(self._ends)}
         self._at = self._version
 
     def _tell_newcomers(self) -> None:
@@ -442,7 +442,7 @@ class Run:
             self._belongings.restore(self._snapshot)
             self._belongings.put_snapshot_buffers(self._snapshot["buffers"])
             found = self._snapshot["run"]
-            self.steps, self._ends, self._saved = found["steps"], list(found["ends"]), found["saved"]
+            self.steps, self._ends = found["steps"], list(found["ends"])
             if self._capsules[0] is not None:
                 self._belongings.open_capsule(self._capsules[0])
             self._belongings.remember_buffers()
@@ -518,6 +518,8 @@ class Run:
             break
         self._version = version
         self._knows = [standing.knows for standing in standings]
+        # Where a rank was lost in a save, some may hold it for made.
+        self._saved = min((standing.saved for standing in standings if standing.knows), default=0)
         self.repairs.append(Repair(self.steps, _replaced(earlier, member.now), began, met, time.time()))
         if earlier is not None:
             _log.warning("lost %s after step %d; back after %.2f s", *_words(self.repairs[-1]))
@@ -528,7 +530,7 @@ class Run:
         assert world is not None
         reach("vote")
         knows = self._version >= 0 and (not self._knows or self._knows[world.rank])
-        standing = Standing(self._version, knows, self._engine.mesh.shard.rank)
+        standing = Standing(self._version, knows, self._engine.mesh.shard.rank, self._saved)
         standings, version = settle(world, self._engine, standing, self._held, self._catch_up)
         reach("states")
         new = [rank for rank, found in enumerate(standings) if found.version < 0]

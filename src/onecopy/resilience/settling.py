@@ -39,11 +39,13 @@ class Standing:
         version: steps that it has committed; -1 for a newcomer, who holds nothing.
         knows: it has what users keep, of that version or from before its attempt at the next step.
         place: on the shard axis.
+        saved: steps that the last checkpoint in whose making it took part to the end has.
     """
 
     version: int
     knows: bool
     place: int
+    saved: int = 0
 
 
 class Transfer(NamedTuple):
