@@ -166,7 +166,7 @@ def kills(losses: int, transport: str, seed: int) -> None:
         # A stopped rank costs the limit of the heartbeat: some of them in one case of six.
         kinds = ("kill", "raise", "exit", "stop") if number % 6 == 5 else ("kill", "raise", "exit")
         left = losses - sum(total.values())
-        steps = every * min(30, max(2, left))
+        steps = every * min(16, max(2, left))
         with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
             plan = Plan(steps=steps, every=every, seed=seed + number, kinds=kinds, **case)  # type: ignore[arg-type]
             heartbeat = 1.5 if "stop" in kinds else 0.0
