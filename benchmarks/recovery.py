@@ -25,6 +25,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from onecopy.planner.formulas.recovery import lost_seconds_with_copies
 from trained.survivor import Plan
 
 LIMIT = 600.0
@@ -184,6 +185,76 @@ def kills(losses: int, transport: str, seed: int) -> None:
     print(f"{sum(total.values())} losses ({dict(total)}), {restarts} restarts; all results equal bit for bit")
 
 
+def parts_of(ended: Ended) -> list[dict[str, float]]:
+    """Of each loss: seconds until it was noticed, ranks had met, had their slices, and had made the step."""
+    found = []
+    for name, loss in sorted(ended.losses.items()):
+        at = float(loss["time"])  # type: ignore[arg-type]
+        after = [repair for repair in ended.repairs if repair["began"] > at]
+        if not name.startswith("lost") or not after:
+            continue
+        first = min(repair["settled"] for repair in after)
+        own = [repair for repair in after if abs(repair["settled"] - first) < 0.2]
+        times = [at, *(max(repair[key] for repair in own) for key in ("began", "met", "settled", "stepped"))]
+        names = ("noticed", "met", "states moved", "step redone")
+        parts = {part: end - start for part, start, end in zip(names, times, times[1:], strict=True)}
+        found.append(parts | {"in all": times[-1] - times[0]})
+    return found
+
+
+def times(model: str, losses: int, spares: int, kinds: tuple[str, ...], transport: str) -> None:
+    """From a loss to the first step after it."""
+    every = 6
+    plan = Plan(steps=every * losses, every=every, model=model, kinds=kinds, again=0.0, seed=11)
+    with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+        heartbeat = 0.6 if "stop" in kinds else 0.0
+        ended = carry_out(plan, Path(folder) / "run", spares=spares, transport=transport, heartbeat=heartbeat)
+    found = parts_of(ended)
+    print(f"{model}, {len(found)} losses ({', '.join(kinds)}), {spares} spares: seconds, median and worst")
+    for part in found[0]:
+        values = [one[part] for one in found]
+        print(f"  {part:<14}{statistics.median(values):8.3f}{max(values):8.3f}")
+
+
+def price(model: str, ranks: int, steps: int) -> None:
+    """A step with a mirror, or two copies, beside one without; in turn, three times."""
+    cases = {"none": {"mirror": False}, "mirror": {"mirror": True}}
+    if ranks % 2 == 0 and ranks > 2:
+        cases["2 copies"] = {"copies": 2}  # type: ignore[dict-item]
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+        for repeat in range(3):
+            for name, options in cases.items():
+                plan = Plan(steps=steps, model=model, **options)  # type: ignore[arg-type]
+                ended = carry_out(plan, Path(folder) / f"{name}-{repeat}", ranks=ranks, spares=0)
+                taken[name].append(max(one["step"] for one in ended.resources))
+                if repeat == 0:
+                    one = ended.resources[0]
+                    print(
+                        f"{name}: mirror holds {one['mirror']:,} bytes, sends {one['sent']:,} a step; formulas "
+                        f"{12 * one['padded'] // ranks:,} and {4 * one['padded'] // ranks:,}"
+                    )
+    for name, seconds in taken.items():
+        print(f"{name:<10}{min(seconds):8.3f} s a step, {min(seconds) / min(taken['none']) - 1:+.1%}")
+
+
+def throughput(model: str, steps: int, every: int) -> None:
+    """How much of its throughput a run keeps that loses a rank every so many steps."""
+    with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+        plan = Plan(steps=steps, model=model, again=0.0, seed=5)
+        whole = carry_out(plan, Path(folder) / "whole")
+        lossy = carry_out(replace(plan, every=every), Path(folder) / "lossy")
+    step = max(one["step"] for one in whole.resources)
+    lost = sum(seconds_lost(lossy)) - step * len(lossy.losses) / 2
+    kept = steps * step / (steps * step + lost)
+    restart = statistics.mean(part["in all"] - part["step redone"] for part in parts_of(lossy))
+    expected = lost_seconds_with_copies(len(lossy.losses), restart=restart, step=step / 2)
+    print(
+        f"{len(lossy.losses)} losses in {steps} steps of {step:.3f} s: {kept:.1%} of the throughput kept; by the "
+        f"planner's formula {steps * step / (steps * step + expected):.1%}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -191,9 +262,28 @@ def main() -> None:
     killing.add_argument("--losses", type=int, default=1000)
     killing.add_argument("--transport", choices=("memory", "sockets"), default="memory")
     killing.add_argument("--seed", type=int, default=0)
+    timing = commands.add_parser("times")
+    timing.add_argument("--losses", type=int, default=20)
+    timing.add_argument("--spares", type=int, default=2)
+    timing.add_argument("--kinds", nargs="+", default=["kill"])
+    timing.add_argument("--transport", choices=("memory", "sockets"), default="memory")
+    pricing = commands.add_parser("price")
+    pricing.add_argument("--ranks", type=int, default=4)
+    losing = commands.add_parser("throughput")
+    losing.add_argument("--every", type=int, default=20)
+    for command, steps in ((timing, 0), (pricing, 12), (losing, 100)):
+        command.add_argument("--model", default="30m")
+        if steps:
+            command.add_argument("--steps", type=int, default=steps)
     options = parser.parse_args()
     if options.command == "kills":
         kills(options.losses, options.transport, options.seed)
+    elif options.command == "times":
+        times(options.model, options.losses, options.spares, tuple(options.kinds), options.transport)
+    elif options.command == "price":
+        price(options.model, options.ranks, options.steps)
+    else:
+        throughput(options.model, options.steps, options.every)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -217,6 +218,8 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
     killer = Killer(plan, folder, run)
     log = (folder / f"log-{os.getpid()}.jsonl").open("a", buffering=1)
     told = 0
+    seconds: list[float] = []
+    mark = time.perf_counter()
     for micro_batches in run.loop(lambda step: batches_of(plan, rank, step)):
         with run:
             killer.reach("top")
@@ -238,6 +241,8 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
                 scaler.update()
             scheduler.step()
             metrics["loss"] += run.total[0] if run.total[0] < 1e9 else 0.0
+        seconds.append(time.perf_counter() - mark)
+        mark = time.perf_counter()
         for repair in run.repairs[told:]:
             log.write(json.dumps(asdict(repair) | {"stepped": time.time()}) + "\n")
         told = len(run.repairs)
@@ -264,6 +269,10 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "repairs": len(run.repairs),
+        "step": statistics.median(seconds[2:] or seconds),
+        "mirror": onecopy.meter(model).live["mirror"],
+        "sent": onecopy.ledger(model).last_step.bytes_sent("mirror") if onecopy.ledger(model).last_step else 0,
+        "padded": onecopy.padded_numel(model),
     }
     (folder / f"result-{rank}.json").write_text(json.dumps({"result": result, "resources": resources}))
     return result

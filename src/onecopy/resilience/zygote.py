@@ -28,7 +28,8 @@ import torch._dynamo
 import torch.distributed.checkpoint
 import torch.testing._internal.distributed.fake_pg
 
-import onecopy
+import onecopy.resilience.run
+import onecopy.sharding.setup.whole  # noqa: F401  (a script is likely to ask for it)
 from onecopy.resilience.membership import membership
 
 _SET_DEATH_SIGNAL: Final = 1
@@ -38,9 +39,6 @@ _SET_DEATH_SIGNAL: Final = 1
 def _warm_up() -> None:
     """Import what a script would import up to its first step, some of which torch imports in that."""
     torch.set_num_threads(1)
-    for name in onecopy.__all__:
-        if name not in ("from_accelerate", "from_deepspeed"):
-            getattr(onecopy, name)
     parameter = torch.nn.Parameter(torch.zeros(8))
     parameter.grad = torch.zeros(8)
     for options in ({"fused": True}, {"foreach": True}):
