@@ -103,6 +103,8 @@ class Tally:
     repairs: int
     restarts: int
     seconds: list[float]
+    most_files: int
+    most_threads: int
 
 
 def compare(
@@ -129,7 +131,8 @@ def compare(
         assert not different, f"{plan}: rank {expected['rank']} differs: {different}"
     kinds = Counter(str(loss["kind"]) for loss in lossy.losses.values())
     restarts = lossy.output.count("begin again")
-    return Tally(kinds, len(lossy.repairs), restarts, seconds_lost(lossy))
+    most_files, most_threads = (max(one[name] for one in lossy.resources) for name in ("files", "threads"))
+    return Tally(kinds, len(lossy.repairs), restarts, seconds_lost(lossy), most_files, most_threads)
 
 
 def seconds_lost(ended: Ended) -> list[float]:
@@ -179,7 +182,8 @@ def kills(losses: int, transport: str, seed: int) -> None:
         number += 1
         print(
             f"{case}: {sum(tally.losses.values())} losses, {tally.restarts} restarts from a checkpoint, median "
-            f"{statistics.median(tally.seconds or [0]):.3f} s, worst {max(tally.seconds or [0]):.3f} s",
+            f"{statistics.median(tally.seconds or [0]):.3f} s, worst {max(tally.seconds or [0]):.3f} s; at most "
+            f"{tally.most_files} open files and {tally.most_threads} threads",
             flush=True,
         )
     print(f"{sum(total.values())} losses ({dict(total)}), {restarts} restarts; all results equal bit for bit")

@@ -26,6 +26,7 @@ CATEGORIES: Final = {
     "activations": "activations",
     "checkpoints": "activation checkpoints",
     "communication": "communication buffers",
+    "mirror": "mirrors of other ranks",
     "other": "other",
 }
 """Categories of memory, in the order in which they are stacked."""

@@ -22,6 +22,7 @@ prepared (`settling.py`). So a step that one rank has made is made by all, and o
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -600,6 +601,7 @@ def resilient(
         raise SettingsError(
             "onecopy.resilient cannot bring back slices that rest in files yet: shard without offload= to a directory"
         )
+    _check_mesh(engine)
     if save_every and checkpoints is None:
         raise SettingsError("save_every= needs checkpoints=, a directory")
     check_optimizer(engine, optimizer)
@@ -612,6 +614,27 @@ def resilient(
         save_every=save_every,
         keep=keep,
     )
+
+
+def _check_mesh(engine: Engine) -> None:
+    """Raise `SettingsError` if the mesh cannot be made anew from its sizes and names."""
+    if engine.mesh_shape is None or membership() is None:
+        return
+    _, sizes, names = engine.mesh_shape
+    ranks = torch.arange(dist.get_world_size()).view(-1)
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    axes = {name: axis for axis, name in enumerate(names)}
+    own = engine.mesh.shard
+    axis = axes.get("shard")
+    in_order = len(names) == len(sizes) and math.prod(sizes) == len(ranks) and axis is not None
+    if in_order and own.size > 1:
+        first = dist.get_rank() - own.rank * strides[axis or 0]
+        in_order = own.ranks == tuple(first + place * strides[axis or 0] for place in range(own.size))
+    if not in_order:
+        raise SettingsError(
+            f"onecopy.resilient makes the mesh anew after a loss, and can do so for all ranks in order and axes named "
+            f'"shard" and "replicate"; found sizes {sizes}, names {names}. Pass onecopy.shard(copies=...) instead.'
+        )
 
 
 def _is_loss(error: BaseException) -> bool:

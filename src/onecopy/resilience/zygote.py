@@ -21,7 +21,7 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch._dynamo
@@ -121,14 +121,23 @@ def _run(order: dict[str, Any]) -> None:
             sys.path.insert(0, str(Path(script).resolve().parent))
             runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if not end.code:
-            member.store.set(f"done/{member.process}", "1")
-        raise
+        if end.code:
+            _leave(end.code)
     except BaseException:
         with suppress(RuntimeError):
             member.store.set(f"failed/{member.process}", traceback.format_exc())
-        raise
+        sys.excepthook(*sys.exc_info())
+        _leave(1)
     member.store.set(f"done/{member.process}", "1")
+
+
+def _leave(code: object) -> NoReturn:
+    """End as the interpreter does, but past destructors, which may wait for ranks that are gone."""
+    if not isinstance(code, int):
+        sys.stderr.write(f"{code}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 1)
 
 
 def main() -> None:
