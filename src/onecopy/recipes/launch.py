@@ -1,12 +1,13 @@
 """Launch: one command that starts its own ranks, and is a rank when torchrun started it.
 
-===============================  ======================================================
+===============================  =====================================================================================
 environment                      what happens
-===============================  ======================================================
+===============================  =====================================================================================
 RANK is set (torchrun)           this process is that rank
 one rank                         this process is it; no process group
+[recovery]                       the launcher of `onecopy run` starts the same command N times, and more for those lost
 otherwise                        torchrun's own agent starts the same command N times
-===============================  ======================================================
+===============================  =====================================================================================
 
 A rank that fails says why itself, in one piece, and ends at once. The others then lose their connections to it; they
 end quietly, so that the first error stays the one to read.
@@ -39,7 +40,9 @@ from onecopy.errors import (
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
 from onecopy.recipes.environment import prepare_environment, threads
+from onecopy.recipes.metrics import make_run_directory
 from onecopy.recipes.world import join
+from onecopy.resilience.membership import ADDRESS, membership
 
 _LAST_WORDS: Final = 5.0
 """Seconds that other ranks give the first one to say what they all found."""
@@ -68,13 +71,15 @@ def launch(config: Config, arguments: list[str]) -> int:
     Raises:
         SettingsError: before any rank starts, if the settings cannot work.
     """
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or ADDRESS in os.environ:
         _be_a_rank(config)
     config = resolve(config)
     check(config)
     assert isinstance(config.parallel.ranks, int)
     if config.parallel.ranks == 1:
         return _train(config)
+    if config.recovery.is_on:
+        return _start_replaceable_ranks(config, arguments)
     return _start_ranks(config.parallel.ranks, arguments)
 
 
@@ -91,7 +96,10 @@ def _train(config: Config) -> Exit:
 
 
 def _be_a_rank(config: Config) -> NoReturn:
-    rank, is_first = os.environ["RANK"], os.environ.get("LOCAL_RANK", "0") == "0"
+    member = membership()
+    if member is not None and member.attempt > 0:
+        # All began again: what the run has saved is in its own directory.
+        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
     message, known_to_all = "", False
     threading.excepthook = _leave_to_the_loop
     try:
@@ -100,26 +108,42 @@ def _be_a_rank(config: Config) -> NoReturn:
         code = _train(config)
     except (SettingsError, MismatchError, CheckpointError, NotFiniteError) as error:
         # The same on every rank of a host, or known to the first one alone.
-        message, known_to_all = f"error: {error}\n" if is_first else "", True
+        message, known_to_all = f"error: {error}\n" if _is_first() else "", True
         code = Exit.SETTINGS if isinstance(error, SettingsError | MismatchError) else Exit.FAILED
     except (WriteError, OffloadError) as error:
         why = error.strerror if isinstance(error, OffloadError) else error
         message, code = f"error: {why}\n", Exit.FAILED
     except CollectiveTimeout as error:
-        message, code = f"rank {rank} gave up: {error}\n", Exit.FAILED
+        message, code = f"rank {_rank()} gave up: {error}\n", Exit.FAILED
     except Exception as error:
         if isinstance(error, CollectiveError):
-            message, code = f"rank {rank} stopped: {error}\n" if is_first else "", Exit.LOST_PEER
+            message, code = f"rank {_rank()} stopped: {error}\n" if _is_first() else "", Exit.LOST_PEER
         else:
-            message, code = f"rank {rank} failed:\n{traceback.format_exc()}", Exit.FAILED
+            message, code = f"rank {_rank()} failed:\n{traceback.format_exc()}", Exit.FAILED
     sys.stdout.flush()
     sys.stderr.write(message)
     sys.stderr.flush()
-    if known_to_all and not is_first:
+    if member is not None:
+        if code in (Exit.DONE, Exit.INTERRUPTED):
+            member.end_well()
+        elif known_to_all:
+            member.end_job(code)
+        else:
+            member.fail(message)
+    if known_to_all and not _is_first():
         # The message must be out before torchrun sees an exit and ends them all.
         time.sleep(_LAST_WORDS)
     # Past destructors, which may wait for ranks that are gone.
     os._exit(code)
+
+
+def _rank() -> str:
+    # With [recovery] it is known once the ranks have joined.
+    return os.environ.get("RANK", "0")
+
+
+def _is_first() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _leave_to_the_loop(failed: threading.ExceptHookArgs) -> None:
@@ -151,6 +175,20 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     except ChildFailedError as error:
         return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
     return Exit.DONE
+
+
+def _start_replaceable_ranks(config: Config, arguments: list[str]) -> int:
+    from onecopy.resilience.forks import Forks
+    from onecopy.resilience.launcher import Job, Launcher
+
+    assert isinstance(config.parallel.ranks, int)
+    chosen = config.recovery
+    prepare_environment(config.parallel.ranks)
+    # One directory for all that come and go.
+    directory = make_run_directory(config.run.directory)
+    command = ["onecopy.cli.main", *arguments, f"--directory={directory}"]
+    job = Job(command, config.parallel.ranks, chosen.spares, chosen.heartbeat, is_module=True)
+    return Launcher(job, Forks()).run()
 
 
 def _explain(exit_codes: dict[int, int]) -> int:

@@ -115,6 +115,7 @@ class Launcher:
         environment = {
             ADDRESS: f"{_HOST} {self.port} {self._attempt} {name} {beat}",
             "WORLD_SIZE": str(self._job.ranks),
+            "LOCAL_WORLD_SIZE": str(self._job.ranks),
         }
         arguments = ["m" if self._job.is_module else "", *self._job.arguments]
         self._forks.start(name, environment, arguments)
@@ -166,7 +167,7 @@ class Launcher:
                 self._pids.pop(answer["process"], None)
                 self._ended(answer["process"], answer["code"])
         if len(self._finished) == len(self._members):
-            return 0
+            return max(self._codes[name] for name in self._members)
         if self._signalled:
             return self._stop()
         self._look_at_meeting()
@@ -185,11 +186,13 @@ class Launcher:
         if name not in self._members:
             return
         rank = self._members.index(name)
-        if code == 0 and self._store.check([f"done/{name}"]):
+        if self._store.check([f"done/{name}"]):
             self._finished.add(name)
             return
         if code == USAGE:
             raise _Ended(code)
+        if self._store.check(["over"]):
+            raise _Ended(int(self._store.get("over")))
         what = f"rank {rank} ended {_how(code)}"
         if self._finished or self._signalled:
             if not self._signalled:

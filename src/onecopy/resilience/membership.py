@@ -7,7 +7,9 @@ lies in the store, below the number of the attempt:
     generation/G      its members, in the order of ranks     here/G        how many have come to the meeting
     place/PROCESS     the generation in which it begins      ask/G         G cannot go on: a next one is asked for
     beat/PROCESS      counts up while it runs                done/PROCESS  its program has come to its end
+    begun             how many hold their slices             failed/PROCESS  the words with which it ended
     hopeless          why peers' memory is not enough: all begin anew from a checkpoint
+    over              an exit code: all end, for a reason that would come again
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class Membership:
 
     Attributes:
         process: its name.
+        attempt: how often all ranks have begun again.
         now: the generation that it is in; None before the first meeting.
         newest: the number of the newest one that this process has heard of.
         cutter: ends what this process waits for once there is a newer one.
@@ -63,7 +66,7 @@ class Membership:
 
     def __init__(self, address: str) -> None:
         host, port, attempt, self.process, beat = address.split()
-        self._host, self._port, self._attempt = host, int(port), attempt
+        self._host, self._port, self.attempt = host, int(port), int(attempt)
         self.store = self.connect()
         self.now: Generation | None = None
         self.newest = -1
@@ -75,7 +78,7 @@ class Membership:
     def connect(self) -> Any:
         """A connection of its own to the launcher's store."""
         store = dist.TCPStore(self._host, self._port, is_master=False, timeout=_FOR_EVER)  # type: ignore[attr-defined]
-        return dist.PrefixStore(f"attempt-{self._attempt}", store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(f"attempt-{self.attempt}", store)  # type: ignore[attr-defined]
 
     def await_place(self) -> Generation:
         """Wait until this process is to be a rank. Returns the generation in which it begins."""
@@ -127,6 +130,18 @@ class Membership:
     def begin(self) -> None:
         """Say that this rank holds its slices, and another one can bring it back from now on."""
         self.store.add("begun", 1)
+
+    def end_well(self) -> None:
+        """Say that this process's script has run to its end."""
+        self.store.set(f"done/{self.process}", "1")
+
+    def end_job(self, code: int) -> None:
+        """Say that all ranks end, for a reason that would come again."""
+        self.store.set("over", str(int(code)))
+
+    def fail(self, why: str) -> None:
+        """Leave the words with which this process ends."""
+        self.store.set(f"failed/{self.process}", why)
 
     def give_up(self, why: str) -> None:
         """Say that peers' memory is not enough, and wait for the end that the launcher makes of it."""

@@ -141,14 +141,14 @@ class Run:
     # --- the loop
 
     def loop(self, batches: Callable[[int], Iterable[T]]) -> Iterator[T]:
-        """Yield the batch of every step until it is committed. Gradients are cleared before each.
+        """Yield the batch of every step until it is committed. Gradients are cleared before and after each.
 
         Args:
             batches: called with a number of steps, returns the batches from that step on; the same on every rank's
                 every call, and drawing no numbers from global random generators. All ranks have equally many.
         """
         self._begin()
-        number, self._loops = self._loops, self._loops + 1
+        number = self._next_loop()
         stream: Iterator[T] | None = None
         fetched: list[T] = []
         fetched_at = -1
@@ -172,7 +172,7 @@ class Run:
     def attempts(self) -> Iterator[None]:
         """The block again until it has gone through on all ranks: for what ends a run, such as a last save."""
         self._begin()
-        number, self._loops = self._loops, self._loops + 1
+        number = self._next_loop()
         while True:
             self._come_to_top()
             if number < len(self._ends) and self._version >= self._ends[number]:
@@ -188,6 +188,13 @@ class Run:
             self._generators = take_generators()
         self._attempt = self._version
         self._closes = closes
+
+    def _next_loop(self) -> int:
+        """The number of a loop that begins. One before it that was left by break ended here, for newcomers too."""
+        number, self._loops = self._loops, self._loops + 1
+        while len(self._ends) < number:
+            self._ends.append(self._version)
+        return number
 
     def _end_loop(self) -> None:
         self._ends.append(self._version + 1)
@@ -340,6 +347,7 @@ class Run:
         elif mirror is not None:
             mirror.forget_gradients()
         self._engine.close_step()
+        self._optimizer.zero_grad()
         self._capsules = self._coming
         self.steps += 1
 

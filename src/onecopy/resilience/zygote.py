@@ -125,10 +125,10 @@ def _run(order: dict[str, Any]) -> None:
             _leave(end.code)
     except BaseException:
         with suppress(RuntimeError):
-            member.store.set(f"failed/{member.process}", traceback.format_exc())
+            member.fail(traceback.format_exc())
         sys.excepthook(*sys.exc_info())
         _leave(1)
-    member.store.set(f"done/{member.process}", "1")
+    member.end_well()
 
 
 def _leave(code: object) -> NoReturn:
