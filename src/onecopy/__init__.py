@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from onecopy.loss.cross_entropy import chunked_cross_entropy
     from onecopy.memory.store.offload import Offload
     from onecopy.observe.ledger import Entry, Ledger, Traffic
+    from onecopy.resilience.meeting import join
+    from onecopy.resilience.run import Run, resilient
     from onecopy.sharding.model.tiled import tiled
     from onecopy.sharding.setup.api import arena, ledger, meter, padded_numel, shard
     from onecopy.sharding.setup.averages import Ema, ema
@@ -45,6 +47,7 @@ __all__ = [
     "Offload",
     "Precision",
     "Profile",
+    "Run",
     "Saving",
     "SlicedTensor",
     "Stage",
@@ -58,6 +61,7 @@ __all__ = [
     "from_accelerate",
     "from_deepspeed",
     "gathered",
+    "join",
     "ledger",
     "load",
     "load_pretrained",
@@ -66,6 +70,7 @@ __all__ = [
     "needs_whole",
     "padded_numel",
     "profile",
+    "resilient",
     "save",
     "save_pretrained",
     "shard",
@@ -87,6 +92,8 @@ _HOMES = {
     "onecopy.integrations.chunked_loss": ("chunk_loss",),
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
     "onecopy.loss.cross_entropy": ("chunked_cross_entropy",),
+    "onecopy.resilience.meeting": ("join",),
+    "onecopy.resilience.run": ("Run", "resilient"),
     "onecopy.sharding.model.tiled": ("tiled",),
     "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.tensor.precision": ("Precision",),

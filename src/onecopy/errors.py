@@ -39,6 +39,10 @@ class CollectiveTimeout(CollectiveError):
     """A collective did not finish in time. Names the collective, its unit and the ranks that are missing."""
 
 
+class RecoveryError(OnecopyError, RuntimeError):
+    """A lost rank cannot be brought back from its peers' memory. Says what nobody holds any more."""
+
+
 class OffloadError(OnecopyError, OSError):
     """Something could not be moved off the device. Names the directory, the bytes and the system's reason."""
 

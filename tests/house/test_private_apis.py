@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -368,3 +369,33 @@ def test_the_default_groups_store_is_to_be_had() -> None:
         return store.get("onecopy-set").decode()
 
     assert run_ranks(1, run) == ["a value"]
+
+
+def test_a_process_group_takes_another_time_limit_and_names_begin_anew() -> None:
+    """resilience/meeting.py; read in torch 2.13."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def limit(rank: int) -> tuple[float, int, int]:
+        _set_pg_timeout(timedelta(seconds=7), torch.distributed.group.WORLD)
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        seconds = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        names, groups = _world.group_count, len(_world.pg_map)
+        torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+        assert torch.distributed.get_backend() == "fake"
+        return seconds, names, groups
+
+    assert run_ranks(2, limit) == [(7.0, 1, 1)] * 2
+
+
+def test_a_scaler_keeps_by_optimizer_whether_gradients_are_unscaled() -> None:
+    """resilience/capsules.py; read in torch 2.13."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    assert not scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    assert scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

@@ -31,6 +31,7 @@ ORDER = (
     "sharding.engine",
     "sharding.setup",
     "checkpoint",
+    "resilience",
     "planner.quantities",
     "planner.available",
     "planner.formulas",

@@ -17,6 +17,7 @@ def make_app() -> typer.Typer:
     from onecopy.cli.checkpoint import export, import_deepspeed, inspect
     from onecopy.cli.plan import plan
     from onecopy.cli.report import report
+    from onecopy.cli.run import run
     from onecopy.cli.train import train
     from onecopy.cli.tune import tune
     from onecopy.cli.version import version
@@ -28,6 +29,7 @@ def make_app() -> typer.Typer:
         add_completion=False,
     )
     app.command("train")(train)
+    app.command("run", context_settings={"allow_interspersed_args": False, "allow_extra_args": True})(run)
     app.command("plan")(plan)
     app.command("tune")(tune)
     app.command("report")(report)

@@ -97,6 +97,18 @@ def plan(
     copies: Annotated[
         int | None, _option("Show what this many copies of each slice cost and save.", "INT", _SHOW)
     ] = None,
+    mirror: Annotated[
+        bool,
+        typer.Option(
+            "--mirror",
+            help="Show what a mirror, two copies and checkpoints cost and save, from 8 to 4,096 ranks.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = False,
+    losses_a_day: Annotated[
+        float | None,
+        _option("Beside --mirror: ranks lost a day; one in 50,700 device-hours if not given.", "NUMBER", _SHOW),
+    ] = None,
     simulate: Annotated[
         bool,
         typer.Option("--simulate", help="Run the engine on fake tensors beside the formulas.", rich_help_panel=_SHOW),

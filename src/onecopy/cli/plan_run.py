@@ -21,6 +21,7 @@ from onecopy.planner.answer.estimate import Job
 from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
 from onecopy.planner.answer.quantised import eight_bit
 from onecopy.planner.answer.redundancy import redundancy
+from onecopy.planner.answer.survival import RANKS, Way, losses_a_day, ways
 from onecopy.planner.answer.sweep import crossover, curves, parse_range, thresholds
 from onecopy.planner.answer.zero_r import CONFIGURATIONS, Configured, configure, paper
 from onecopy.planner.formulas.activations import LOSS_BYTES
@@ -64,6 +65,8 @@ class Request:
     zero_r: bool
     sweep: str | None
     copies: int | None
+    mirror: bool
+    losses_a_day: float | None
     simulate: bool
     from_deepspeed: Path | None
     from_accelerate: Path | None
@@ -103,6 +106,9 @@ def run(request: Request) -> bool:
     hurts = thresholds(job, machine, chosen.option) if request.sweep else []
     spared = redundancy(job, machine, chosen, request.copies) if request.copies is not None else None
     simulated = _simulate(request, job, chosen.option) if request.simulate else None
+    if request.losses_a_day is not None and not request.mirror:
+        raise SettingsError("--losses-a-day says something beside --mirror alone")
+    survival = _survival(request, job, machine, chosen.seconds.total) if request.mirror else {}
 
     if request.as_json:
         result: dict[str, Any] = as_dict(job, machine, advice)
@@ -118,6 +124,8 @@ def run(request: Request) -> bool:
             result["thresholds"] = [{"quantity": t.quantity, "hurts": t.hurts, "at": t.at} for t in hurts]
         if spared is not None:
             result["copies"] = spared.__dict__
+        if survival:
+            result["survival"] = {ranks: [way.__dict__ for way in found] for ranks, found in survival.items()}
         if configured:
             result["zero_r"] = [one.as_dict() for one in configured]
         if simulated is not None:
@@ -134,6 +142,8 @@ def run(request: Request) -> bool:
             tables.print_sweep(console, swept[0], swept[1], hurts)
         if spared is not None:
             tables.print_redundancy(console, spared)
+        if survival:
+            tables.print_survival(console, survival, request.losses_a_day)
         if configured:
             tables.print_zero_r(console, configured)
         if simulated is not None:
@@ -330,6 +340,26 @@ def _config_of(model: str | None) -> Any:
 def _train_path(request: Request) -> str | None:
     """MODEL if `onecopy train` can take it too."""
     return request.model if request.model and Path(request.model).exists() else None
+
+
+def _survival(request: Request, job: Job, machine: Machine, step: float) -> dict[int, list[Way]]:
+    """For each number of ranks."""
+    if request.losses_a_day is not None and request.losses_a_day < 0:
+        raise SettingsError(f"--losses-a-day must be 0 or more; found {request.losses_a_day}")
+    widths = job.widths
+    return {
+        ranks: ways(
+            float(job.shape.parameters),
+            ranks,
+            losses=losses_a_day(ranks) if request.losses_a_day is None else request.losses_a_day,
+            step=step,
+            bandwidth=machine.link,
+            gpus_a_node=max(1, machine.gpus // machine.nodes),
+            optimizer_bytes=3 * widths.master,
+            gradient_bytes=widths.accumulate,
+        )
+        for ranks in RANKS
+    }
 
 
 def _simulate(request: Request, job: Job, option: Any) -> Any:

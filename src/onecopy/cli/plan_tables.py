@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from onecopy.planner.answer.errors import Errors, errors, share
 from onecopy.planner.answer.estimate import Estimate, Job
 from onecopy.planner.answer.paste import config_toml, shard_call
 from onecopy.planner.answer.redundancy import Redundancy
+from onecopy.planner.answer.survival import Way, losses_a_day
 from onecopy.planner.answer.sweep import Curve, Threshold
 from onecopy.planner.answer.zero_r import Configured
 from onecopy.planner.machine.machine import Machine
@@ -181,7 +182,32 @@ def print_redundancy(console: Console, found: Redundancy) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
-    console.print("copies for recovery are not in onecopy yet; a mesh with a replicate axis holds them, without it")
+    console.print("onecopy.shard(copies=...) holds them, and onecopy.resilient comes back from them")
+
+
+def print_survival(console: Console, found: Mapping[int, Sequence[Way]], losses: float | None) -> None:
+    """Ways to survive losses, by the number of ranks."""
+    often = "one loss in 50,700 device-hours" if losses is None else f"{losses:g} losses a day"
+    table = Table(title=f"ways to survive losses, at {often}; losses are by day", title_justify="left")
+    for name in ("ranks", "losses", "way", "memory", "sent a step", "slower", "time lost", "steps lost"):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for ranks, rows in found.items():
+        a_day = losses_a_day(ranks) if losses is None else losses
+        best = min(rows, key=lambda way: way.cost)
+        for number, way in enumerate(rows):
+            table.add_row(
+                f"{ranks:,}" if not number else "",
+                f"{a_day:.2g}" if not number else "",
+                f"{way.name}{' *' if way is best else ''}",
+                gigabytes(way.memory),
+                gigabytes(way.traffic),
+                f"{way.slower:.3%}",
+                f"{way.lost:.3%}",
+                f"{way.steps:,.1f}",
+                end_section=number == len(rows) - 1,
+            )
+    console.print(table)
+    console.print("* costs least time. Some of it is assumed for large jobs: docs/recovery.md.")
 
 
 def print_zero_r(console: Console, configured: Sequence[Configured]) -> None:

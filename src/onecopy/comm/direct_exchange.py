@@ -13,7 +13,8 @@ result does not depend on timing:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -140,6 +141,20 @@ class DirectExchange:
         posted += [_send(peers, received[peers.rank], peer, tag) for peer in peers.others()]
         yield posted
         values.copy_(received.amax(0) if maximum else received.sum(0))
+
+
+def point_to_point(
+    peers: Peers, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], tag: int
+) -> Program:
+    """Send each tensor to a place and fill each from one; messages of two ranks are paired in their order."""
+    posted = []
+    for post, messages in ((_receive, received), (_send, sent)):
+        numbers: Counter[int] = Counter()
+        for tensor, place in messages:
+            posted.append(post(peers, tensor, place, tag + numbers[place]))
+            numbers[place] += 1
+    if posted:
+        yield posted
 
 
 def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,10 @@ _LOOKS: Final = 50
 
 _LOOKS_BETWEEN: Final = 500
 """How often it looks, within some 150 ms, before it makes sure that all others are there."""
+
+
+cut: Final = threading.Event()
+"""Set by another thread to end every wait here with an error; whoever meets its peers anew clears it."""
 
 
 class Ticket:
@@ -228,6 +233,8 @@ def patiently(limit: float, complaint: str) -> Iterator[int]:
     while True:
         yield looks
         looks += 1
+        if cut.is_set():
+            raise RuntimeError("cut: a rank is lost, and the others are to meet anew")
         if looks < _LOOKS:
             os.sched_yield()
         else:

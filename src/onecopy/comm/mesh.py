@@ -26,10 +26,11 @@ from onecopy.comm.backends import (
     with_neighbours,
 )
 from onecopy.comm.collective import Collective, Label, Program
+from onecopy.comm.direct_exchange import point_to_point
 from onecopy.comm.monitor import Monitor, monitor_of
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
-from onecopy.comm.presence import met, presence_of
+from onecopy.comm.presence import leave, met, presence_of
 from onecopy.comm.serving import server_of
 from onecopy.comm.shelf import Shelf
 from onecopy.comm.transport import Lengths, Peers, Transport
@@ -48,6 +49,8 @@ _CONTROL_TAGS: Final = {
     "barrier": _TAG_BASE - 5,
 }
 _ACTIVATIONS_TAG: Final = _TAG_BASE - 4
+_SLICES_TAG: Final = 1 << 27
+"""Of slices that go from rank to rank, in the order in which they are sent; below the answers' of `serving.py`."""
 
 _ALSO_NAMED: Final = {
     "dp": "shard",
@@ -99,6 +102,23 @@ class Axis:
     def alone(self) -> Axis:
         """An axis of this name with this rank alone on it."""
         return Axis(self.name, None, self._staging, self._ledger)
+
+    def reconnect(self, other: Axis) -> None:
+        """Go on as ``other``, an axis of this name whose ranks have met anew."""
+        assert self.name == other.name
+        vars(self).update(vars(other))
+
+    def exchange_slices(
+        self, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], op: str
+    ) -> Collective:
+        """Send contiguous CPU tensors to places and fill others from places, in the same order at both ends.
+
+        Booked as ``op``. Nothing of it may change before it is done.
+        """
+        assert self._peers is not None
+        program = point_to_point(self._control or self._peers, sent, received, _SLICES_TAG)
+        nbytes = sum(tensor.nbytes for tensor, _ in sent)
+        return Collective(program, Label(op, "", self.name), nbytes, self._ledger)
 
     def make_shelves(self, numbers: Sequence[int], uses: Sequence[int]) -> list[Shelf] | None:
         """A shelf for the CPU slices of each numbered bucket, fetched so often from each version; a collective call.
@@ -291,6 +311,24 @@ class Mesh:
             product *= axis.size
         return product
 
+    def reconnect(self, mesh: DeviceMesh | None) -> None:
+        """Let the axes lead to the same places over new groups, whose ranks all call it.
+
+        Args:
+            mesh: as for `make_mesh`.
+        """
+        own = self.shard
+        fresh = make_mesh(mesh, shards=len(self.replicate) == 1, ledger=own._ledger, staging=own._staging)
+        for axis, other in zip(self.axes, fresh.axes, strict=True):
+            axis.reconnect(other)
+
+    def all_ranks(self) -> Axis:
+        """An axis of all ranks of the default process group; a collective call."""
+        own = self.shard
+        if not dist.is_initialized() or own.size == dist.get_world_size():
+            return own
+        return _make_axis("world", dist.group.WORLD, own._staging, own._ledger)
+
 
 def make_mesh(
     mesh: DeviceMesh | None,
@@ -323,25 +361,33 @@ def make_mesh(
         groups["tensor"] = tensor.get_group()
 
     def axis(name: str) -> Axis:
-        group = groups.get(name)
-        if group is None or group.size() == 1:
-            return Axis(name, None, staging, ledger)
-        peers = Peers(group, group.rank(), tuple(dist.get_process_group_ranks(group)))
-        alone = Axis(name, peers, staging, ledger)
-
-        def exchange(own: object) -> list[object]:
-            # An exchange of objects cannot say who is missing; this does.
-            if message := alone.combine(torch.zeros(1), "agree"):
-                message.finish()
-            return alone.exchange_objects(own)
-
-        peers = with_neighbours(peers, exchange)
-        control, reducing = with_control(peers), for_reduces(peers)
-        return Axis(name, peers, staging, ledger, control=control, reducing=reducing, monitor=monitor_of(peers))
+        return _make_axis(name, groups.get(name), staging, ledger)
 
     if shards:
         return Mesh(axis("shard"), (axis("replicate"),), axis("tensor"))
     return Mesh(Axis("shard", None, staging, ledger), (axis("shard"), axis("replicate")), axis("tensor"))
+
+
+def _make_axis(name: str, group: dist.ProcessGroup | None, staging: Staging, ledger: Ledger) -> Axis:
+    if group is None or group.size() == 1:
+        return Axis(name, None, staging, ledger)
+    peers = Peers(group, group.rank(), tuple(dist.get_process_group_ranks(group)))
+    alone = Axis(name, peers, staging, ledger)
+
+    def exchange(own: object) -> list[object]:
+        # An exchange of objects cannot say who is missing; this does.
+        if message := alone.combine(torch.zeros(1), "agree"):
+            message.finish()
+        return alone.exchange_objects(own)
+
+    peers = with_neighbours(peers, exchange)
+    control, reducing = with_control(peers), for_reduces(peers)
+    return Axis(name, peers, staging, ledger, control=control, reducing=reducing, monitor=monitor_of(peers))
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """Nobody meets on ``group`` any more, and some of its ranks may be gone: owe them nothing."""
+    leave(group)
 
 
 def _name_axes(mesh: DeviceMesh) -> list[str]:

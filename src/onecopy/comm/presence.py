@@ -27,7 +27,7 @@ from typing import Final, Protocol
 import torch.distributed as dist
 
 from onecopy.comm.patience import SECONDS, nudges, patience
-from onecopy.comm.serving import Server
+from onecopy.comm.serving import Server, forget_server
 from onecopy.comm.transport import Peers
 
 
@@ -53,9 +53,13 @@ class Presence:
         self._dropped: list[Owned] = []
         self._dropped_before: list[Owned] = []
         self._process = os.getpid()
+        self._has_left = False
 
     def drop(self, owned: Owned) -> None:
         """The model that ``owned`` belongs to is gone on this rank."""
+        if self._has_left:
+            owned.close()
+            return
         self._dropped.append(owned)
         _keeping.add(self)
 
@@ -66,6 +70,12 @@ class Presence:
         self._dropped_before, self._dropped = self._dropped, []
         if not self._dropped_before:
             _keeping.discard(self)
+
+    def leave(self) -> None:
+        """The group's ranks meet elsewhere from now on."""
+        self._has_left = True
+        for _ in range(2):
+            self.met()
 
     def depart(self) -> None:
         """Tell all peers that this rank's program is at its end, and wait for theirs."""
@@ -117,6 +127,13 @@ def presence_of(peers: Peers, server: Server | None) -> Presence:
         presence = _presences[peers.group] = Presence(peers, server)
         _stay_at_end()
     return presence
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Nobody meets on ``group`` any more: what lies here for its ranks is closed, and nobody waits for their end."""
+    if (presence := _presences.pop(group, None)) is not None:
+        presence.leave()
+    forget_server(group)
 
 
 def met(ranks: Sequence[int]) -> None:

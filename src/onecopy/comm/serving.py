@@ -249,7 +249,7 @@ class _Asked:
 
 
 _servers: Final[dict[dist.ProcessGroup, Server]] = {}
-"""As long as the process lives, like their threads."""
+"""As long as their groups are in use, like their threads."""
 
 
 def server_of(peers: Peers) -> Server | None:
@@ -258,3 +258,8 @@ def server_of(peers: Peers) -> Server | None:
     if distant and peers.group not in _servers:
         _servers[peers.group] = Server(peers.group, peers.rank, peers.ranks, distant)
     return _servers.get(peers.group)
+
+
+def forget_server(group: dist.ProcessGroup) -> None:
+    """The group's connections are closed, which ends its server's thread."""
+    _servers.pop(group, None)

@@ -13,5 +13,6 @@ MEANINGS: Final = {
     "activations": "what autograd saves; counted in a profiled step alone",
     "checkpoints": "activation checkpoints",
     "communication": "buffers through which collectives send and receive",
+    "mirror": "another rank's slices and optimizer states, kept for recovery",
 }
 CATEGORIES: Final = tuple(MEANINGS)

@@ -79,6 +79,11 @@ class Traffic:
         )
 
     @property
+    def calls(self) -> int:
+        """Collectives that this rank took part in."""
+        return sum(int(calls) for calls, *_ in self._sums.values())
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of model states sent: what ZeRO §7 counts, without control messages and set-up."""
         return sum(

@@ -14,6 +14,7 @@ READY: Final[frozenset[str]] = frozenset(
         "optimizer on nvme",
         "parameters on cpu",
         "parameters on nvme",
+        "copies",
     }
 )
 """Of the features in `WORDS`, those that onecopy has."""

@@ -40,6 +40,18 @@ STEP_VALUES: Final = {
 """What `metrics.jsonl` holds of a step, by name, and what each value means."""
 
 
+_KEPT: Final = (
+    "_resumed_at",
+    "_first_loss",
+    "_last_loss",
+    "_steps",
+    "_first_seconds",
+    "_later_seconds",
+    "_validation_loss",
+)
+"""What `Account` knows of the run, and not of this rank's memory and traffic."""
+
+
 @dataclass(frozen=True)
 class Sent:
     """Bytes of model states that a rank sends in one step by one operation.
@@ -138,13 +150,23 @@ class Account:
         self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._padded = onecopy.padded_numel(model)
         self._tokens = config.data.batch * config.data.sequence_length
-        self._losses: list[float] = []
-        self._seconds: list[float] = []
+        self._first_loss = self._last_loss = 0.0
+        self._steps = 0
+        self._first_seconds = self._later_seconds = 0.0
         self._validation_loss: float | None = None
         self._sent: Counter[str] = Counter()
         self._steps_counted = 0
         self._evaluated = False
         self._mark = perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a rank that takes this one's place goes on with."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, here or on another rank."""
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def step_done(
         self, step: int, loss: float, learning_rate: float, gradient_norm: float, *, skipped: bool = False
@@ -153,8 +175,12 @@ class Account:
         traffic = self._ledger.current if skipped else self._ledger.last_step
         assert traffic is not None
         seconds = perf_counter() - self._mark
-        self._losses.append(loss)
-        self._seconds.append(seconds)
+        self._last_loss = loss
+        self._steps += 1
+        if self._steps == 1:
+            self._first_loss, self._first_seconds = loss, seconds
+        else:
+            self._later_seconds += seconds
         if not self._evaluated and not skipped:
             self._steps_counted += 1
             for entry in traffic.entries:
@@ -196,16 +222,16 @@ class Account:
     def summary(self, *, interrupted: bool, checkpoint: str | None) -> Summary:
         """The run in numbers. Every rank must ask."""
         parallel = self._config.parallel
-        timed = self._seconds[1:] or self._seconds
+        timed = (self._steps - 1, self._later_seconds) if self._steps > 1 else (1, self._first_seconds)
         return Summary(
-            steps=self._resumed_at + len(self._losses),
+            steps=self._resumed_at + self._steps,
             resumed_at=self._resumed_at,
             checkpoint=checkpoint,
             interrupted=interrupted,
-            first_loss=self._losses[0],
-            last_loss=self._losses[-1],
+            first_loss=self._first_loss,
+            last_loss=self._last_loss,
             validation_loss=self._validation_loss,
-            tokens_per_second=self._tokens * len(timed) / sum(timed),
+            tokens_per_second=self._tokens * timed[0] / timed[1],
             peak_memory=self._world.gather(peak_memory(self._world.device)),
             stage=parallel.stage,
             parameters=self._parameters,

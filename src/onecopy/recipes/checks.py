@@ -15,6 +15,7 @@ from onecopy.recipes.config import Config
 from onecopy.recipes.settings import keys
 from onecopy.recipes.texts import find_files
 from onecopy.recipes.tokenizer import TOKENIZER_FILES, has_tokenizer
+from onecopy.resilience.membership import ADDRESS
 from onecopy.stage import Stage
 from onecopy.untrusted import read_json, reason
 
@@ -29,6 +30,8 @@ def resolve(config: Config) -> Config:
     if ranks == "auto":
         alone = 2 if device == "cpu" else max(1, torch.accelerator.device_count())
         ranks = int(os.environ.get("WORLD_SIZE", alone))
+    # Two words for one thing; `check` refuses two numbers.
+    copies = config.recovery.copies if config.parallel.replicate == 1 else config.parallel.replicate
     tokenizer = config.data.tokenizer
     if tokenizer == "auto":
         path = Path(config.model.path)
@@ -38,7 +41,7 @@ def resolve(config: Config) -> Config:
         tokenizer = directory if with_weights or (config.model.path and has_tokenizer(directory)) else "bytes"
     return config.model_copy(
         update={
-            "parallel": config.parallel.model_copy(update={"device": device, "ranks": ranks}),
+            "parallel": config.parallel.model_copy(update={"device": device, "ranks": ranks, "replicate": copies}),
             "data": config.data.model_copy(update={"tokenizer": tokenizer}),
         }
     )
@@ -55,7 +58,10 @@ def check(config: Config) -> None:
     """
     problems = [
         problem
-        for find in (_unused, _offload, _optimizer, _ranks, _device, _model, _data, _evaluation, _resume, _directory)
+        for find in (
+            *(_unused, _offload, _optimizer, _ranks, _recovery, _device, _model, _data, _evaluation, _resume),
+            _directory,
+        )
         if (problem := find(config))
     ]
     if problems:
@@ -74,6 +80,8 @@ def _unused(config: Config) -> str | None:
         "activations.keep_on": "activations.recompute" if not config.activations.recompute else None,
         "offload.units_ahead": "offload.parameters_on" if config.offload.parameters_on == "device" else None,
         "optimizer.muon_momentum": "optimizer.optimizer" if config.optimizer.optimizer != "muon" else None,
+        "recovery.spares": "recovery.mirror" if not config.recovery.is_on else None,
+        "recovery.heartbeat": "recovery.mirror" if not config.recovery.is_on else None,
         "schedule.final_fraction": "schedule.decay" if config.schedule.decay == "constant" else None,
         "evaluation.evaluate_batches": "evaluation.evaluate_every" if not config.evaluation.evaluate_every else None,
         "checkpoint.keep": "checkpoint.save_every" if not config.checkpoint.save_every else None,
@@ -160,6 +168,26 @@ def _ranks(config: Config) -> str | None:
     return None
 
 
+def _recovery(config: Config) -> str | None:
+    """What `onecopy.shard(mirror=)` and `onecopy.resilient` would refuse once ranks run."""
+    chosen, parallel = config.recovery, config.parallel
+    if not chosen.is_on:
+        return None
+    if chosen.copies > 1 and chosen.copies != parallel.replicate:
+        return f"recovery.copies is {chosen.copies} and parallel.replicate {parallel.replicate}: they say the same"
+    if chosen.mirror and parallel.replicate > 1:
+        return "recovery.mirror is not needed where parallel.replicate or recovery.copies holds every slice twice"
+    if chosen.mirror and (not Stage.of(parallel.stage).shards_optimizer or parallel.ranks == 1):
+        return f"recovery.mirror has nothing to hold at stage {parallel.stage} on {parallel.ranks} ranks"
+    if parallel.tensor > 1 or offload_of(config) is not None:
+        return "[recovery] cannot be combined with parallel.tensor or [offload] yet"
+    if config.optimizer.optimizer == "muon":
+        return "[recovery] cannot be combined with optimizer.optimizer = 'muon' yet"
+    if config.checkpoint.save_in_background:
+        return "[recovery] cannot be combined with checkpoint.save_in_background yet"
+    return None
+
+
 def _device(config: Config) -> str | None:
     device = config.parallel.device
     if device == "cpu":
@@ -241,7 +269,9 @@ def _directory(config: Config) -> str | None:
     directory = Path(config.run.directory)
     if config.checkpoint.resume == "auto" and (not directory.exists() or directory.is_dir()):
         return None
-    # Only the first rank may ask: it is the one that fills the directory.
+    # Only the first rank may ask: it is the one that fills the directory. With [recovery] the launcher has made it.
+    if ADDRESS in os.environ:
+        return None
     if config.run.directory == "auto" or os.environ.get("RANK", "0") != "0" or not directory.exists():
         return None
     if not directory.is_dir() or any(directory.iterdir()):

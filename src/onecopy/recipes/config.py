@@ -159,6 +159,27 @@ class Offload(Section):
     )
 
 
+class Recovery(Section):
+    """A lost rank comes back from its peers' memory. Off unless mirror or copies say who holds its slices too."""
+
+    mirror: bool | Literal["cpu"] = Field(
+        default=False,
+        description="Have the rank before each one hold its slices too; 'cpu': in host memory.",
+    )
+    copies: int = Field(
+        default=1, ge=1, description="Ranks that hold each slice; the same as parallel.replicate, with recovery."
+    )
+    spares: int = Field(default=0, ge=0, description="Processes more, that wait for the loss of a rank.")
+    heartbeat: float = Field(
+        default=0, ge=0, description="Seconds after which a rank that does not answer is given up; 0: never."
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether lost ranks come back."""
+        return bool(self.mirror) or self.copies > 1
+
+
 class Optimizer(Section):
     """What steps. Parameters with fewer than two dimensions are not decayed."""
 
@@ -252,6 +273,7 @@ class Config(Section):
     activations: Activations = Activations()
     loss: Loss = Loss()
     offload: Offload = Offload()
+    recovery: Recovery = Recovery()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()

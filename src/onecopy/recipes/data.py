@@ -10,6 +10,7 @@ batch is the same at any number of ranks, and no two ranks see the same sequence
 from __future__ import annotations
 
 import itertools
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,9 @@ def prepare(
         WriteError: if the tokens cannot be written.
         MismatchError: if two hosts have different texts.
     """
-    own = _write_tokens(config, directory, f"tokens-{world.rank}.bin") if world.local_rank == 0 else None
+    writes = world.local_rank == 0 or world.is_new
+    name = f"tokens-{os.getpid()}.bin" if world.is_new else f"tokens-{world.rank}.bin"
+    own = _write_tokens(config, directory, name, again=world.is_new) if writes else None
     everyone = world.gather(own)
     prepared = everyone[world.rank - world.local_rank]
     assert prepared is not None
@@ -119,7 +122,7 @@ def prepare(
         raise MismatchError(f"every host must read the same text; found {sizes}. Give all hosts the same files.")
     tokens = numpy.memmap(prepared.path, prepared.dtype, "r")
     world.gather(None)
-    if world.local_rank == 0:
+    if writes:
         # The ranks have it open: its memory lives on until they end, and nothing is left behind.
         prepared.path.unlink()
 
@@ -186,10 +189,15 @@ def _sequences(tokens: Tokens, config: Config) -> Tokens:
     return tokens[: whole * length].reshape(whole, length)
 
 
-def _write_tokens(config: Config, directory: Path, name: str) -> Prepared:
-    """Tokenize all text into one file: what to train on, then what to validate on."""
+def _write_tokens(config: Config, directory: Path, name: str, *, again: bool = False) -> Prepared:
+    """Tokenize all text into one file: what to train on, then what to validate on.
+
+    Args:
+        again: another rank of this run has done so before, and has left a tokenizer if it trained one.
+    """
     data = config.data
-    tokenizer = make_tokenizer(config, directory)
+    trained = directory / "tokenizer"
+    tokenizer = load_tokenizer(str(trained)) if again and trained.is_dir() else make_tokenizer(config, directory)
     dtype = "uint16" if tokenizer.vocabulary <= 2**16 else "uint32"
     path = directory / name
     checksum, found = 0, Found()

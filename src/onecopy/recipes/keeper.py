@@ -66,6 +66,9 @@ class Keeper:
             CheckpointError: if another run does already; it says which.
             SettingsError: if the data would not go on where it stopped.
         """
+        if self._world.is_new:
+            # It gets its states from its peers. The next save claims the directory.
+            return 0
         if self._settings.save_every:
             Group.current().on_first("beginning a run", lambda: claim(self._directory))
         source = self._source()

@@ -1,13 +1,14 @@
 """Launch: one command that starts its own ranks, and is a rank when torchrun started it.
 
-===============================  ======================================================
+===============================  =====================================================================================
 environment                      what happens
-===============================  ======================================================
+===============================  =====================================================================================
 RANK is set (torchrun)           this process is that rank
 srun started several tasks       this process is the rank that its task is
 one rank                         this process is it; no process group
+[recovery]                       the launcher of `onecopy run` starts the same command N times, and more for those lost
 otherwise                        torchrun's own agent starts the same command N times
-===============================  ======================================================
+===============================  =====================================================================================
 
 A rank that fails says why itself, in one piece, and ends at once. The others then lose their connections to it; they
 end quietly, so that the first error stays the one to read.
@@ -40,7 +41,10 @@ from onecopy.errors import (
 from onecopy.integrations import slurm
 from onecopy.recipes.checks import check, resolve
 from onecopy.recipes.config import Config
+from onecopy.recipes.environment import prepare_environment, threads
+from onecopy.recipes.metrics import make_run_directory
 from onecopy.recipes.world import join
+from onecopy.resilience.membership import ADDRESS, membership
 
 _LAST_WORDS: Final = 5.0
 """Seconds that other ranks give the first one to say what they all found."""
@@ -71,13 +75,15 @@ def launch(config: Config, arguments: list[str]) -> int:
     """
     if slurm.in_step():
         slurm.set_environment()
-    if "RANK" in os.environ:
+    if "RANK" in os.environ or ADDRESS in os.environ:
         _be_a_rank(config)
     config = resolve(config)
     check(config)
     assert isinstance(config.parallel.ranks, int)
     if config.parallel.ranks == 1:
         return _train(config)
+    if config.recovery.is_on:
+        return _start_replaceable_ranks(config, arguments)
     return _start_ranks(config.parallel.ranks, arguments)
 
 
@@ -85,22 +91,19 @@ def _train(config: Config) -> Exit:
     # Not at the top: the launcher of other ranks has no use for it.
     from onecopy.recipes.train import train
 
-    torch.set_num_threads(_threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    torch.set_num_threads(threads(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     with join(config.parallel.device, config.parallel.timeout) as world:
         return Exit.DONE if train(config, world) else Exit.INTERRUPTED
-
-
-def _threads(ranks: int) -> int:
-    """Threads for each of the ranks on this host."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
 
 
 # --- a rank
 
 
 def _be_a_rank(config: Config) -> NoReturn:
-    rank, is_first = os.environ["RANK"], os.environ.get("LOCAL_RANK", "0") == "0"
+    member = membership()
+    if member is not None and member.attempt > 0:
+        # All began again: what the run has saved is in its own directory.
+        config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": "auto"})})
     message, known_to_all = "", False
     threading.excepthook = _leave_to_the_loop
     try:
@@ -109,26 +112,42 @@ def _be_a_rank(config: Config) -> NoReturn:
         code = _train(config)
     except (SettingsError, MismatchError, CheckpointError, NotFiniteError) as error:
         # The same on every rank of a host, or known to the first one alone.
-        message, known_to_all = f"error: {error}\n" if is_first else "", True
+        message, known_to_all = f"error: {error}\n" if _is_first() else "", True
         code = Exit.SETTINGS if isinstance(error, SettingsError | MismatchError) else Exit.FAILED
     except (WriteError, OffloadError) as error:
         why = error.strerror if isinstance(error, OffloadError) else error
         message, code = f"error: {why}\n", Exit.FAILED
     except CollectiveTimeout as error:
-        message, code = f"rank {rank} gave up: {error}\n", Exit.FAILED
+        message, code = f"rank {_rank()} gave up: {error}\n", Exit.FAILED
     except Exception as error:
         if isinstance(error, CollectiveError):
-            message, code = f"rank {rank} stopped: {error}\n" if is_first else "", Exit.LOST_PEER
+            message, code = f"rank {_rank()} stopped: {error}\n" if _is_first() else "", Exit.LOST_PEER
         else:
-            message, code = f"rank {rank} failed:\n{traceback.format_exc()}", Exit.FAILED
+            message, code = f"rank {_rank()} failed:\n{traceback.format_exc()}", Exit.FAILED
     sys.stdout.flush()
     sys.stderr.write(message)
     sys.stderr.flush()
-    if known_to_all and not is_first:
+    if member is not None:
+        if code in (Exit.DONE, Exit.INTERRUPTED):
+            member.end_well()
+        elif known_to_all:
+            member.end_job(code)
+        else:
+            member.fail(message)
+    if known_to_all and not _is_first():
         # The message must be out before torchrun sees an exit and ends them all.
         time.sleep(_LAST_WORDS)
     # Past destructors, which may wait for ranks that are gone.
     os._exit(code)
+
+
+def _rank() -> str:
+    # With [recovery] it is known once the ranks have joined.
+    return os.environ.get("RANK", "0")
+
+
+def _is_first() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _leave_to_the_loop(failed: threading.ExceptHookArgs) -> None:
@@ -149,13 +168,7 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
 
     # The agent's log would bury what the ranks say.
     logging.disable(logging.CRITICAL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
-    # Whole parameters and gradients come and go by the megabyte: malloc must not hand each to the kernel and back.
-    os.environ.setdefault("MALLOC_MMAP_MAX_", "0")
-    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**32))
-    if sys.platform == "linux":
-        # All ranks are on this host, whose own name may lead anywhere.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    prepare_environment(ranks)
     register()
     # Without a directory for logs nothing is left behind, however this process ends.
     options = [f"--rdzv-backend={BACKEND}", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
@@ -166,6 +179,20 @@ def _start_ranks(ranks: int, arguments: list[str]) -> int:
     except ChildFailedError as error:
         return _explain({rank: failure.exitcode for rank, failure in error.failures.items()})
     return Exit.DONE
+
+
+def _start_replaceable_ranks(config: Config, arguments: list[str]) -> int:
+    from onecopy.resilience.forks import Forks
+    from onecopy.resilience.launcher import Job, Launcher
+
+    assert isinstance(config.parallel.ranks, int)
+    chosen = config.recovery
+    prepare_environment(config.parallel.ranks)
+    # One directory for all that come and go.
+    directory = make_run_directory(config.run.directory)
+    command = ["onecopy.cli.main", *arguments, f"--directory={directory}"]
+    job = Job(command, config.parallel.ranks, chosen.spares, chosen.heartbeat, is_module=True)
+    return Launcher(job, Forks()).run()
 
 
 def _explain(exit_codes: dict[int, int]) -> int:

@@ -21,12 +21,12 @@ class Record:
     """Numbers of one step.
 
     Attributes:
-        kind: "train" for a step, "evaluation" for an evaluation after it.
+        kind: "train" for a step, "evaluation" for an evaluation after it, "recovery" for a loss made good before it.
         step: counted from 1.
         values: by name. A name "memory/optimizer" is the part "optimizer" of "memory".
     """
 
-    kind: Literal["train", "evaluation"]
+    kind: Literal["train", "evaluation", "recovery"]
     step: int
     values: Mapping[str, float]
 

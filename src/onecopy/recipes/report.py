@@ -43,6 +43,10 @@ class Report:
         if record.kind == "evaluation":
             self._console.print(f"step {record.step}/{self._steps}  validation loss {record.values['loss']:.4f}")
             return
+        if record.kind == "recovery":
+            lost, seconds = record.values["ranks"], record.values["seconds"]
+            self._console.print(f"step {record.step}/{self._steps}  {lost:.0f} lost rank(s) back after {seconds:.2f} s")
+            return
         line = self._line(record)
         self._progress.update(self._task, completed=record.step, description=line)
         # Some twenty lines for a log file, however long the run.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from onecopy.recipes.report import Report, plain_console, print_start, print_sum
 from onecopy.recipes.schedule import Schedules, build_optimizers
 from onecopy.recipes.settings import dump
 from onecopy.recipes.sharded import shard_as
+from onecopy.recipes.steps import make_steps
 from onecopy.recipes.stop import StopRequest
 from onecopy.recipes.watch import Watch
 from onecopy.recipes.world import World
@@ -57,45 +58,86 @@ def train(config: Config, world: World) -> bool:
     schedule = Schedules(optimizers, config.schedule)
 
     keeper = Keeper(config, world, directory, model, optimizers, schedule)
-    start = keeper.resume()
-    if start >= steps:
-        keeper.say(f"nothing to do: {keeper.last} is of step {start}, and schedule.steps is {steps}")
+    resumed = keeper.resume()
+    if resumed >= steps:
+        keeper.say(f"nothing to do: {keeper.last} is of step {resumed}, and schedule.steps is {steps}")
         return True
 
-    account = Account(config, world, model, start, plan_run(config, world, vocabulary) if world.rank == 0 else None)
+    # Rank by rank, and a newcomer is waited for.
+    planned = plan_run(config, world, vocabulary) if world.rank == 0 and not world.is_new else None
+    account = Account(config, world, model, resumed, planned)
     watch = Watch(model, world, config.optimizer.not_finite_steps)
-    with StopRequest() as stop, _open_sinks(config, world, directory, model, start, console) as write:
-        for step, micro_batches in zip(range(start + 1, steps + 1), batches.after(start), strict=False):
-            with _profiled(step, config, world, directory, model):
-                loss = torch.zeros((), device=world.device)
-                for batch in micro_batches:
-                    micro_loss = model(**batch).loss / parallel.accumulate
-                    micro_loss.backward()
-                    loss += micro_loss.detach()
-                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm or math.inf).item()
-                learning_rate = schedule.learning_rate
-                # Before the step: what is not finite on one rank must not reach the weights of all.
-                loss_sum, norm_sum, stops = world.sum(loss.item(), norm, stop.made)
-                finite = watch.step_was_finite(step, loss.item(), norm, everywhere=math.isfinite(loss_sum + norm_sum))
-                for optimizer in optimizers if finite else ():
-                    optimizer.step()
-                schedule.step()
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
+    # Changes from step to step; a rank that takes a lost one's place gets it from the others.
+    progress: dict[str, int | bool] = {"start": resumed, "step": resumed, "finite": False, "stops": False}
+    kept = {"scheduler": schedule, "account": account, "watch": watch, "progress": progress}
+    run = make_steps(config, model, optimizers, **kept)
 
-            record = account.step_done(step, loss_sum / world.size, learning_rate, norm, skipped=not finite)
+    def batches_from(done: int) -> Iterable[tuple[int, list[Batch]]]:
+        first = progress["start"] + done
+        return zip(range(first + 1, steps + 1), batches.after(first), strict=False)
+
+    # A newcomer goes on in the files of the rank whose place it takes.
+    after = steps if world.is_new else resumed
+    evaluated = 0
+    with StopRequest() as stop, _open_sinks(config, world, directory, model, after, console) as write:
+
+        def finish_step() -> None:
+            """What follows a step and sends messages; with recovery it may be done over."""
+            nonlocal evaluated
+            step = int(progress["step"])
+            if step == progress["start"]:
+                return
+            if progress["finite"] and (progress["stops"] or step == steps or keeper.is_due(step)):
+                keeper.save(step)
+                account.skip_time()
+            due = step % config.evaluation.evaluate_every == 0 if config.evaluation.evaluate_every else False
+            if evaluation_batches and not progress["stops"] and (due or step == steps):
+                loss = evaluate(model, evaluation_batches, world)
+                record = account.evaluated(step, loss)
+                if evaluated != step:
+                    evaluated = step
+                    write(record)
+
+        told = 0
+        for step, micro_batches in run.loop(batches_from):
+            with run:
+                finish_step()
+                with _profiled(step, config, world, directory, model):
+                    loss = torch.zeros((), device=world.device)
+                    for batch in micro_batches:
+                        micro_loss = model(**batch).loss / parallel.accumulate
+                        micro_loss.backward()
+                        loss += micro_loss.detach()
+                    norm = torch.nn.utils.clip_grad_norm_(
+                        model.parameters(), config.optimizer.clip_norm or math.inf
+                    ).item()
+                    learning_rate = schedule.learning_rate
+                    # Before the step: what is not finite on one rank must not reach the weights of all.
+                    loss_sum, norm_sum, stops = world.sum(loss.item(), norm, stop.made)
+                    everywhere = math.isfinite(loss_sum + norm_sum)
+                    finite = watch.step_was_finite(step, loss.item(), norm, everywhere=everywhere)
+                    run.step(update=finite)
+                schedule.step()
+                progress.update(step=step, finite=finite, stops=bool(stops))
+                record = account.step_done(step, loss_sum / world.size, learning_rate, norm, skipped=not finite)
+            if progress["step"] != step:
+                continue
+            for repair in run.repairs[told:]:
+                write(Record("recovery", step, {"seconds": repair.seconds, "ranks": float(len(repair.ranks))}))
+            told = len(run.repairs)
             if step % config.run.log_every == 0 or step in (1, steps) or not finite:
                 write(record)
             watch.check()
-            if finite and (stops or step == steps or keeper.is_due(step)):
-                keeper.save(step)
-                account.skip_time()
             if stops:
                 break
-            if evaluation_batches and (step % config.evaluation.evaluate_every == 0 or step == steps):
-                write(account.evaluated(step, evaluate(model, evaluation_batches, world)))
+        for _ in run.attempts():
+            with run:
+                finish_step()
+        checkpoint = keeper.finish()
+        for _ in run.attempts():
+            with run:
+                summary = account.summary(interrupted=int(progress["step"]) < steps, checkpoint=checkpoint)
 
-    summary = account.summary(interrupted=step < steps, checkpoint=keeper.finish())
     if world.rank == 0:
         write_summary(directory, summary.as_dict())
         print_summary(console, summary)
@@ -114,6 +156,8 @@ def evaluate(model: nn.Module, batches: list[Batch], world: World) -> float:
 
 def _enter_run_directory(config: Config, world: World) -> tuple[Config, Path]:
     """The run directory that the first rank makes, and the config with its name, as written into it."""
+    if world.is_new:
+        return config, Path(config.run.directory)
     made = make_run_directory(config.run.directory) if world.rank == 0 else None
     directory = world.gather(made)[0]
     assert directory is not None

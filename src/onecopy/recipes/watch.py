@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -38,6 +40,14 @@ class Watch:
         self._most = most
         self._first = ""
         self.spoiled = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a rank that takes this one's place goes on with."""
+        return {"spoiled": self.spoiled, "first": self._first}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, here or on another rank."""
+        self.spoiled, self._first = state["spoiled"], state["first"]
 
     def step_was_finite(self, step: int, loss: float, norm: float, *, everywhere: bool) -> bool:
         """Whether the optimizer may take the step. Every rank asks, and all get the same answer.

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +19,8 @@ import torch.distributed as dist
 from onecopy.comm.mesh import Axis, make_mesh
 from onecopy.memory.staging import Staging
 from onecopy.observe.ledger import Ledger
+from onecopy.resilience.meeting import join as join_job
+from onecopy.resilience.membership import membership
 
 T = TypeVar("T")
 
@@ -44,11 +45,22 @@ class World:
         """This process's place among ranks that see different data, where ``tensor`` neighbours see the same."""
         return World(self.rank // tensor, self.local_rank, self.size // tensor, self.device)
 
-    @cached_property
+    @property
+    def is_new(self) -> bool:
+        """Whether this rank takes a lost one's place and has not met the others yet: it hears nothing of them."""
+        return dist.is_initialized() and dist.get_backend() == "fake"
+
+    @property
     def _axis(self) -> Axis:
-        ledger = Ledger()
-        ledger.phase = "step"
-        return make_mesh(None, shards=True, ledger=ledger, staging=Staging()).shard
+        """All ranks, over the default process group, which is another one after a loss."""
+        group = dist.group.WORLD if dist.is_initialized() else None
+        axis = _axes.get(group)
+        if axis is None:
+            _axes.clear()
+            ledger = Ledger()
+            ledger.phase = "step"
+            axis = _axes[group] = make_mesh(None, shards=True, ledger=ledger, staging=Staging()).shard
+        return axis
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all ranks.
@@ -68,9 +80,14 @@ class World:
         Raises:
             CollectiveError: if another rank has ended or does not answer in time; it names that rank.
         """
+        if self.is_new:
+            return [value] * self.size
         # To wait for all here, where an error knows who is missing.
         self.sum(0.0)
         return self._axis.exchange_objects(value)
+
+
+_axes: dict[dist.ProcessGroup | None, Axis] = {}
 
 
 def _store(limit: timedelta) -> Any:
@@ -88,19 +105,21 @@ def _store(limit: timedelta) -> Any:
 
 @contextmanager
 def join(device: str, timeout: float) -> Iterator[World]:
-    """Join the ranks that torchrun started, and leave them again if all went well.
+    """Join the ranks that torchrun or the launcher of `onecopy run` started, and leave them again if all went well.
 
     Args:
         device: the type of device to compute on.
         timeout: seconds that any collective may take.
     """
+    if membership() is not None:
+        join_job(timeout)
     rank, local_rank, size = (
         int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
     )
     own = torch.device(device) if device == "cpu" else torch.device(device, local_rank)
     if device != "cpu":
         torch.accelerator.set_device_index(local_rank)
-    if size > 1:
+    if size > 1 and not dist.is_initialized():
         limit = timedelta(seconds=timeout)
         dist.init_process_group(
             dist.get_default_backend_for_device(own), timeout=limit, store=_store(limit), rank=rank, world_size=size

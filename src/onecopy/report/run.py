@@ -26,6 +26,7 @@ CATEGORIES: Final = {
     "activations": "activations",
     "checkpoints": "activation checkpoints",
     "communication": "communication buffers",
+    "mirror": "mirrors of other ranks",
     "other": "other",
 }
 """Categories of memory, in the order in which they are stacked."""
@@ -88,6 +89,7 @@ class Run:
         config: the settings, by section and key.
         steps: metrics of training steps.
         evaluations: metrics of evaluations.
+        repairs: losses of ranks that were made good, before the step that they name.
         summary: the run in numbers.
         machine: what it ran on.
         traces: one for each rank that left one, in order of ranks.
@@ -98,6 +100,7 @@ class Run:
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
+    repairs: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     traces: list[Trace] = field(default_factory=list)
@@ -172,7 +175,7 @@ def _read_metrics(run: Run) -> None:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record: Any = parse_json(line.encode())
-            rows = {"train": run.steps, "evaluation": run.evaluations}[record["kind"]]
+            rows = {"train": run.steps, "evaluation": run.evaluations, "recovery": run.repairs}[record["kind"]]
             rows.append({**record, "step": int(record["step"])})
         except (ValueError, KeyError, TypeError, OverflowError):
             broken += 1

@@ -71,3 +71,13 @@ def lost_seconds_with_copies(failures: float, *, restart: float, step: float) ->
 def expected_failures(devices: int, seconds: float, hours_per_failure: float = 50_700.0) -> float:
     """Failures in a run, at one in so many device-hours (Llama 3: 419 in 54 days on 16,384 GPUs)."""
     return devices * seconds / 3600 / hours_per_failure
+
+
+def mirror_memory(parameters: float, shard: int, *, optimizer_bytes: float = 12) -> float:
+    """Bytes that a rank holds more for the mirror of one neighbour's slices: KΨ/N, as two copies would."""
+    return copies_memory(2, parameters, shard, optimizer_bytes=optimizer_bytes)
+
+
+def mirror_elements(parameters: float, shard: int) -> float:
+    """Elements a rank sends more in a step for its mirror: its final gradients, Ψ/N."""
+    return parameters / shard

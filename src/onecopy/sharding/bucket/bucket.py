@@ -18,7 +18,8 @@ Private torch names, read in torch 2.13 and tested in tests/house/test_private_a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import partial
@@ -341,6 +342,14 @@ class Bucket:
                 master.copy_(own)
         self.masters.lend(master)
 
+    @contextmanager
+    def rewritten(self) -> Iterator[Tensor]:
+        """This rank's slice, all of which is written to inside of the block."""
+        self._write_begins()
+        with torch.no_grad(), self.masters.opened(write=True) as master:
+            yield master
+            self.masters.lend(master)
+
     def gather_masters(self) -> FlatBuffer:
         """The whole parameters in the master dtype, gathered into a new buffer."""
         whole = self.buffer(self.dtypes.master)
@@ -436,6 +445,12 @@ class Bucket:
             self.state = State.SLICED
             gathering.finish()
             self.state = State.WHOLE
+
+    def forget_whole(self) -> None:
+        """Gather anew at the next use; a gather under way is given up, whose ranks may be gone."""
+        self._gathering = None
+        if not self._aliased:
+            self.state = State.SLICED
 
     def _poison(self) -> None:
         if POISON and self._whole.flat.is_floating_point():

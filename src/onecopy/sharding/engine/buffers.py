@@ -77,6 +77,17 @@ class Buffers:
         self._trained = False
         self._stale = False
 
+    @property
+    def are_equal(self) -> bool:
+        """Whether all ranks have the same ones between steps."""
+        return self._syncs or self._mesh.size == 1
+
+    def begin_anew(self) -> None:
+        """Ranks have met anew, some of which know nothing of earlier exchanges: compare all again."""
+        self._exchanges = 0
+        self._sent = []
+        self._due, self._trained, self._stale = True, False, False
+
     def before_forward(self, *, recorded: bool) -> None:
         """The model's forward begins, on every rank.
 

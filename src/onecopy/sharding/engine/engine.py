@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn
@@ -64,6 +64,8 @@ class Engine:
         prefetch: units to gather ahead.
         syncs_buffers: keep buffers equal to the first rank's.
         stores: where slices rest; None: on the device.
+        mirror: whether, or where, another rank holds this one's slices too (`resilience/`).
+        mesh_shape: the type of device, sizes and names of axes of the DeviceMesh that ``mesh`` was made of, if it was.
 
     Attributes:
         gathered: how many `onecopy.gathered` blocks are open; the hooks do nothing inside one.
@@ -71,7 +73,7 @@ class Engine:
         versions: when slices may be read by others, and when they may change.
         buffers: what is not sharded.
         lays_whole: some parameters lie whole in one rank's slice.
-        inputs, stores: as they were given.
+        inputs, stores, mirror, mesh_shape: as they were given.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class Engine:
         prefetch: int,
         syncs_buffers: bool,
         stores: Stores | None = None,
+        mirror: bool | str = False,
+        mesh_shape: tuple[str, tuple[int, ...], tuple[str, ...]] | None = None,
     ) -> None:
         self.model = model
         self.units = list(units)
@@ -96,6 +100,8 @@ class Engine:
         self.ledger = ledger
         self.meter = meter
         self.stores = stores
+        self.mirror = mirror
+        self.mesh_shape = mesh_shape
         self.gathered = 0
         self.lays_whole = any(e.sliced.slicing.is_whole for u in self.units for b in u.buckets for e in b.entries)
         self.micro_batches = MicroBatches(accumulate)
@@ -112,23 +118,30 @@ class Engine:
         self._unrecorded = 0
         self._in_backward = False
         self._used: set[Unit] = set()
+        self._prefetch = prefetch
         self._forward = Foresight(prefetch)
         self._backward = Foresight(prefetch)
+        self._step_is_open = False
         root = [unit for unit in self.units if unit.scope is model]
         if not root:
             root = [Unit("", model, ())]
             self.units.insert(0, root[0])
         self._root = root[0]
         self._reduce_order = [unit for unit in self.units if unit is not self._root][::-1] + root
-        self.versions = Versions(mesh.shard, self._buckets, 2 if stage.shards_parameters else 1)
-        self.versions.lay_out()
+        self.versions = self._make_versions()
         self.rebuild_gradients()
         for unit in self.units:
             self._attach(unit)
         open_entrances(self._root, self._before_forward, self._after_forward, self._forget_interrupted)
 
+    def _make_versions(self) -> Versions:
+        versions = Versions(self.mesh.shard, self.buckets, 2 if self.stage.shards_parameters else 1)
+        versions.lay_out()
+        return versions
+
     @property
-    def _buckets(self) -> list[Bucket]:
+    def buckets(self) -> list[Bucket]:
+        """Of all units, in their order."""
         return [bucket for unit in self.units for bucket in unit.buckets]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -144,6 +157,13 @@ class Engine:
             unit.rebuild_gradients()
             for gradients in unit.gradients:
                 gradients.on_arrival = partial(self._all_arrived, unit)
+        self._make_reducer()
+        released = [bucket for bucket in self.buckets if self.stage.shards_parameters and bucket.is_own_memory]
+        self._saved = SavedWeights(released, self._gather_saved)
+        for bucket in self.buckets:
+            bucket.seal()
+
+    def _make_reducer(self) -> None:
         alike = self.stage.shards_optimizer and not self.versions.reads_freely and self.mesh.shard.size > 1
         self._reducer = Reducer(
             self.units,
@@ -154,10 +174,6 @@ class Engine:
         if alike:
             for unit in self.units:
                 unit.remember_forwards()
-        released = [bucket for bucket in self._buckets if self.stage.shards_parameters and bucket.is_own_memory]
-        self._saved = SavedWeights(released, self._gather_saved)
-        for bucket in self._buckets:
-            bucket.seal()
 
     def _attach(self, unit: Unit) -> None:
         before = untraced(partial(self._before_forward, unit))
@@ -237,13 +253,13 @@ class Engine:
         self.meter.set("gradients_sliced", sum(g.sliced_bytes for unit in self.units for g in unit.gradients))
 
     def _begin_forward(self, *, recorded: bool) -> None:
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.check(trains=recorded)
         self._in_model_forward = True
         self._records = recorded
         if recorded:
             # A reference model's forward between this one and its backward may freeze what trains (PEFT's adapters).
-            self._trains = any(entry.shown.requires_grad for bucket in self._buckets for entry in bucket.entries)
+            self._trains = any(entry.shown.requires_grad for bucket in self.buckets for entry in bucket.entries)
             self.micro_batches.forward_begins()
             self._awaits_backward = True
         self._count_gradients()
@@ -454,6 +470,16 @@ class Engine:
 
     def before_step(self) -> None:
         """The optimizer is about to step."""
+        if self._step_is_open:
+            return
+        if self.mirror:
+            raise UsageError(
+                "onecopy.shard(mirror=...) has a second rank hold every slice, which onecopy.resilient(model, "
+                "optimizer) keeps up to date: step by its run.step(), or shard without mirror=."
+            )
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self.come_to_rest()
         self._refuse_nothing_to_do()
         self.versions.step_begins()
@@ -462,11 +488,55 @@ class Engine:
         self._count_gradients()
         self._step_began = perf_counter()
 
+    # --- what a loss of ranks asks for (`resilience/`)
+
+    def begin_step(self) -> None:
+        """Do now what an optimizer's step would send, apart from the barrier, which `open_step` replaces."""
+        self._begin_step()
+
+    def open_step(self, agree: Callable[[], None] | None) -> None:
+        """Until the step is over, writes are local: ``agree`` returns once all ranks have come here, or raises.
+
+        None: all ranks are known to be here, and read nothing.
+        """
+        self.versions.step_begins()
+        self.versions.open_write(agree)
+        self._step_is_open = True
+
+    def close_step(self) -> None:
+        """The open step is over, whether an optimizer has stepped or not."""
+        if self._step_is_open:
+            self._step_is_open = False
+            self.versions.step_ends()
+            self.micro_batches.stepped()
+
+    def abandon(self) -> None:
+        """Give up what is under way, without a message: those with whom it is under way may be gone."""
+        for unit in self.units:
+            for running in unit.running[::-1]:
+                self._undo(running)
+            unit.running.clear()
+            for bucket in unit.buckets:
+                bucket.forget_whole()
+        self._in_model_forward = self._records = self._awaits_backward = False
+        self._step_is_open = False
+        self.versions.retire()
+        self._reducer.forget()
+        self.micro_batches.forget()
+        self._leave_backward()
+
+    def meet_anew(self) -> None:
+        """The mesh's axes lead to ranks that have met anew, some of which hold nothing; all of them call it."""
+        self.versions = self._make_versions()
+        self.buffers.begin_anew()
+        self._forward, self._backward = Foresight(self._prefetch), Foresight(self._prefetch)
+        self._make_reducer()
+
     def _refuse_nothing_to_do(self) -> None:
         if (
             self._awaits_backward
             and self._trains
-            and all(entry.sliced.grad is None for bucket in self._buckets for entry in bucket.entries)
+            and all(entry.sliced.grad is None for bucket in self.buckets for entry in bucket.entries)
         ):
             self._awaits_backward = False
             raise UsageError(
@@ -478,10 +548,11 @@ class Engine:
 
     def step_done(self, optimizer: object, state_bytes: int) -> None:
         """``optimizer``, which holds ``state_bytes`` of states, has stepped: a micro-batch is a step's first again."""
+        self._step_is_open = False
         self.versions.step_ends()
         self.micro_batches.stepped()
         self._state_bytes[optimizer] = state_bytes
-        if self.stores is None or self._buckets[0].device.type == "cpu":
+        if self.stores is None or self.buckets[0].device.type == "cpu":
             self.meter.set("optimizer", sum(self._state_bytes.values()))
         else:
             self.meter.set_off_device("optimizer", sum(self._state_bytes.values()), IN_HOST_MEMORY)

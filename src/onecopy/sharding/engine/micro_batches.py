@@ -58,6 +58,11 @@ class MicroBatches:
         """The next micro-batch is a step's first."""
         self._ended = 0
 
+    def forget(self) -> None:
+        """As if nothing had been trained yet."""
+        self._ended = self._last_ones = 0
+        self._expects_step = True
+
     def stepped(self) -> None:
         """An optimizer has stepped. If that was another one than the last time, it says nothing of micro-batches."""
         self.begin_anew()

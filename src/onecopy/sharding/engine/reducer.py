@@ -115,6 +115,11 @@ class Reducer:
             self._finish()
         self._drop_all()
 
+    def forget(self) -> None:
+        """Give up what is under way, without a message."""
+        self._sends = self._failed = False
+        self._drop_all()
+
     def _progress(self) -> None:
         """Between two gradients: what peers have sent is taken in, and makes room for the next piece."""
         for unit in self._underway:

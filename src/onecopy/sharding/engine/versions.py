@@ -11,7 +11,7 @@ The writes of an optimizer's step are one write. All ranks make the same writes,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onecopy.comm.mesh import Axis
 from onecopy.sharding.bucket.bucket import Bucket
@@ -68,13 +68,31 @@ class Versions:
         if self._in_step and not self._is_laid_out:
             return
         self.lay_out(before_write=True)
-        if on_shelves := self._on_shelves:
-            for bucket in on_shelves:
-                # A gather that was begun ahead, of what the forward then did not come to.
-                bucket.finish_gather()
-            self._axis.barrier()
-            for bucket in on_shelves:
-                bucket.clear_shelf()
+        self._end_reading(self._axis.barrier if self._on_shelves else None)
+
+    def open_write(self, agree: Callable[[], None] | None) -> None:
+        """A step's writes may begin, with no message of their own: ``agree`` returns once all ranks have come here.
+
+        Where it raises, nothing has happened. None: no rank reads now.
+        """
+        self.lay_out(before_write=True)
+        self._end_reading(agree)
+
+    def retire(self) -> None:
+        """No rank reads slices until new `Versions` are made: those who did may be gone."""
+        self._has_shelves = False
+        for bucket in self._buckets:
+            bucket.shelf = None
+
+    def _end_reading(self, agree: Callable[[], None] | None) -> None:
+        on_shelves = self._on_shelves
+        for bucket in on_shelves:
+            # A gather that was begun ahead, of what the forward then did not come to.
+            bucket.finish_gather()
+        if agree is not None:
+            agree()
+        for bucket in on_shelves:
+            bucket.clear_shelf()
         self._number += 1
         self._is_laid_out = False
 

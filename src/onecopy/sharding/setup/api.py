@@ -9,12 +9,15 @@ from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
 import onecopy.sharding.tensor.operations  # noqa: F401  (fills SlicedTensor's table of rules)
 from onecopy.activations.policy import Activations
+from onecopy.comm.backends import time_limit
+from onecopy.comm.device_meshes import device_mesh
 from onecopy.comm.dtensors import local_of
 from onecopy.comm.mesh import make_mesh
 from onecopy.errors import SettingsError, UsageError
@@ -41,6 +44,7 @@ from onecopy.sharding.setup.preconditions import (
     check_holds_once,
     check_kind,
     check_masters_are_wide,
+    check_mirror,
     check_not_hooked,
     check_not_sharded,
 )
@@ -91,6 +95,8 @@ def shard(
     bucket_bytes: int | None = None,
     defragment: bool = False,
     offload: Offload | None = None,
+    copies: int = 1,
+    mirror: bool | str = False,
 ) -> ModelT:
     """Cut a model's states into slices over the ranks, in place. Every rank calls it with the same model and settings.
 
@@ -128,6 +134,9 @@ def shard(
         defragment: keep gradients and activation checkpoints in memory regions of their own (`arena`), so that tensors
             that live shorter leave no holes between them. The regions keep the memory that they have reserved.
         offload: where model states are kept while they are not computed with, at stages 1 to 3. None: on the device.
+        copies: how many ranks hold each slice: hybrid sharding over ranks / copies, a mesh with a "replicate" axis.
+        mirror: have the rank before hold every slice too and follow its updates, for `onecopy.resilient` to bring a
+            lost rank back from; True: on the device, "cpu": in host memory.
 
     Returns:
         ``model``.
@@ -155,6 +164,7 @@ def shard(
         check_kind("optimizer", one, Optimizer, expected)
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     check_kind("offload", offload, Offload | None, "onecopy.Offload(...) or None")
+    mesh = _with_copies(model, mesh, copies)
     if activations is not None:
         activations.check()
     if offload is not None:
@@ -187,6 +197,7 @@ def shard(
         tensor=tensor_mesh((item.name, item.parameter) for found in scopes.values() for item in found),
     )
     check_can_be_whole(scopes, laid_whole, ranks, offload)
+    check_mirror(mirror, ranks, kind, offload)
     settings = {
         "stage": stage,
         "precision": dtypes,
@@ -197,6 +208,7 @@ def shard(
         "bucket_bytes": bucket_bytes,
         "defragment": defragment,
         "offload": None if offload is None else offload.kinds,
+        "mirror": mirror,
     }
     lines = [
         *(f"{name}={value}" for name, value in settings.items()),
@@ -246,6 +258,8 @@ def shard(
         prefetch=prefetch,
         syncs_buffers=broadcast_buffers,
         stores=stores,
+        mirror=mirror,
+        mesh_shape=None if mesh is None else (mesh.device_type, tuple(mesh.shape), tuple(mesh.mesh_dim_names or ())),
     )
     if dtypes.compute is not None:
         widen_weights(model)
@@ -269,6 +283,24 @@ def shard(
     }.items():
         setattr(model, name, value)
     return model
+
+
+def _with_copies(model: nn.Module, mesh: DeviceMesh | None, copies: int) -> DeviceMesh | None:
+    """The mesh of ``copies``, where that is more than one."""
+    check_count("copies", copies, at_least=1)
+    if copies == 1:
+        return mesh
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh is not None:
+        raise SettingsError('copies= makes a mesh with a "replicate" axis: pass either it or mesh=, not both')
+    if ranks % copies:
+        raise SettingsError(f"copies={copies} does not divide the {ranks} ranks")
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    group = dist.group.WORLD
+    assert group is not None
+    return device_mesh(
+        "cpu" if device == "meta" else device, (copies, ranks // copies), ("replicate", "shard"), time_limit(group)
+    )
 
 
 def ledger(model: nn.Module) -> Ledger:

@@ -8,12 +8,14 @@ from types import UnionType
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from onecopy.comm.mesh import Mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.store.offload import Offload
 from onecopy.sharding.bucket.bucket import FoundParameter
 from onecopy.sharding.engine.engine import ENGINE
 from onecopy.sharding.tensor.precision import Precision
 from onecopy.sharding.tensor.sliced import SlicedTensor
+from onecopy.stage import Stage
 
 
 def check_count(name: str, value: int, *, at_least: int) -> None:
@@ -69,3 +71,29 @@ def check_not_sharded(model: nn.Module) -> None:
                 f"module {name or '(root)'!r} is sharded already: call onecopy.shard once, on the outermost module. "
                 "To choose what is gathered together, pass units=."
             )
+
+
+def check_mirror(mirror: object, mesh: Mesh, stage: Stage, offload: Offload | None) -> None:
+    """Raise `SettingsError` where no other rank can hold slices, or where another one does already."""
+    if mirror not in (False, True, "cpu"):
+        raise SettingsError(f'mirror must be False, True or "cpu"; found {mirror!r}')
+    if not mirror:
+        return
+    if not stage.shards_optimizer:
+        raise SettingsError("mirror= has nothing to do at stage 0, where every rank holds everything: leave it out")
+    if mesh.tensor.size > 1:
+        raise SettingsError(
+            "mirror= cannot be combined with tensor parallelism yet: shard without it, and save checkpoints often"
+        )
+    if mesh.copies > 1:
+        raise SettingsError(
+            f"mirror= is not needed where {mesh.copies} ranks hold each slice already (copies=, or a mesh with a "
+            f'"replicate" axis): leave it out'
+        )
+    if mesh.shard.size == 1:
+        raise SettingsError("mirror= needs another rank to hold slices, and there is one rank")
+    if offload is not None:
+        raise SettingsError(
+            "mirror= cannot be combined with offload= yet: mirrors rest in memory beside the slices. Shard without "
+            "one of them."
+        )

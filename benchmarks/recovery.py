@@ -1,0 +1,294 @@
+"""What the loss of ranks costs, and whether anything is lost with them. 4 gloo ranks, from `onecopy run`.
+
+    python benchmarks/recovery.py kills --losses 1000         # every result equal, bit for bit, to a run without losses
+    python benchmarks/recovery.py kills --losses 40 --transport sockets
+    python benchmarks/recovery.py times --model 30m           # from a kill to the first step after it, in its parts
+    python benchmarks/recovery.py price --model 30m           # a step with a mirror, or two copies, beside one without
+    python benchmarks/recovery.py throughput --model 30m      # a loss every 20 steps
+
+Kinds: SIGKILL (an OOM-kill is one), SIGSTOP, an exception, `os._exit(0)`. Moments: forward, backward, after the reduce,
+before, at and after the commit point, half way through the update, the top of the loop (the next gather, a save), a
+random one, and any of the recovery's own, on a second rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from onecopy.planner.formulas.recovery import lost_seconds_with_copies
+from trained.survivor import Plan
+
+LIMIT = 600.0
+"""Seconds that one run may take."""
+
+SURVIVOR = Path(__file__).parent / "trained" / "survivor.py"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended.
+
+    Attributes:
+        results: of each rank.
+        resources: open files, threads and repairs of each rank.
+        losses: what the plan has done: the file's name to its time and kind.
+        repairs: from each rank's log.
+        seconds: of the whole run.
+        output: of the launcher.
+    """
+
+    results: list[dict[str, object]]
+    resources: list[dict[str, int]]
+    losses: dict[str, dict[str, object]]
+    repairs: list[dict[str, float]]
+    seconds: float
+    output: str
+
+
+def carry_out(
+    plan: Plan, folder: Path, *, ranks: int = 4, spares: int = 2, heartbeat: float = 0.0, transport: str = "memory"
+) -> Ended:
+    """Run the script once; every rank must come to its end."""
+    folder.mkdir(parents=True)
+    options = [
+        "--ranks",
+        str(ranks),
+        "--spares",
+        str(spares),
+        "--heartbeat",
+        str(heartbeat),
+        "--losses",
+        str(10 * plan.steps + 10),
+    ]
+    command = [sys.executable, "-m", "onecopy.cli.main", "run", *options, str(SURVIVOR), str(folder)]
+    environment = os.environ | {
+        "ONECOPY_CROSS_MEMORY": "1" if transport == "memory" else "0",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONWARNINGS": "ignore",
+    }
+    began = time.monotonic()
+    with (folder / "output").open("w") as output:
+        done = subprocess.run(
+            [*command, json.dumps(asdict(plan))], env=environment, stdout=output, stderr=output, timeout=LIMIT
+        )
+    said = (folder / "output").read_text()
+    if done.returncode:
+        raise AssertionError(f"exit code {done.returncode}:\n{said[-4000:]}")
+    found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)]
+    return Ended(
+        [one["result"] for one in found],
+        [one["resources"] for one in found],
+        {file.name: json.loads(file.read_text()) for pattern in ("lost-*", "again-*") for file in folder.glob(pattern)},
+        [json.loads(line) for file in folder.glob("log-*") for line in file.read_text().splitlines()],
+        time.monotonic() - began,
+        said,
+    )
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What came of the losses of one plan."""
+
+    losses: Counter[str]
+    repairs: int
+    restarts: int
+    seconds: list[float]
+    most_files: int
+    most_threads: int
+
+
+def compare(
+    plan: Plan,
+    folder: Path,
+    *,
+    transport: str,
+    heartbeat: float = 0.0,
+    whole: list[dict[str, object]] | None = None,
+) -> Tally:
+    """Hold a run with losses against one without.
+
+    Args:
+        whole: results of the run without, where they are known.
+
+    Raises:
+        AssertionError: where a result differs in one bit.
+    """
+    if whole is None:
+        whole = carry_out(replace(plan, every=0), folder / "whole", transport=transport).results
+    lossy = carry_out(plan, folder / "lossy", transport=transport, heartbeat=heartbeat)
+    for expected, found in zip(whole, lossy.results, strict=True):
+        different = {key: (expected[key], found[key]) for key in expected if expected[key] != found[key]}
+        assert not different, f"{plan}: rank {expected['rank']} differs: {different}"
+    kinds = Counter(str(loss["kind"]) for loss in lossy.losses.values())
+    restarts = lossy.output.count("begin again")
+    most_files, most_threads = (max(one[name] for one in lossy.resources) for name in ("files", "threads"))
+    return Tally(kinds, len(lossy.repairs), restarts, seconds_lost(lossy), most_files, most_threads)
+
+
+def seconds_lost(ended: Ended) -> list[float]:
+    """From each loss until the first step after it was made on all ranks that had a part in it."""
+    found = []
+    for name, loss in ended.losses.items():
+        at = float(loss["time"])  # type: ignore[arg-type]
+        if name.startswith("lost"):
+            after = [r["stepped"] for r in ended.repairs if r["settled"] > at]
+            first = min((r["settled"] for r in ended.repairs if r["settled"] > at), default=None)
+            if after and first is not None:
+                found.append(max(r["stepped"] for r in ended.repairs if abs(r["settled"] - first) < 0.2) - at)
+    return found
+
+
+CASES = [
+    {"stage": 3, "scaler": True},
+    {"stage": 2, "accumulate": 2},
+    {"stage": 1, "accumulate": 2},
+    {"stage": 3, "copies": 2},
+    {"stage": 0},
+    {"stage": 3, "save_every": 7},
+]
+"""What the kill test shards, in turn."""
+
+
+def kills(losses: int, transport: str, seed: int) -> None:
+    """The kill test."""
+    total: Counter[str] = Counter()
+    repairs = restarts = number = 0
+    seconds: list[float] = []
+    every = 6
+    while sum(total.values()) < losses:
+        case = CASES[number % len(CASES)]
+        # A stopped rank costs the limit of the heartbeat: some of them in one case of six.
+        kinds = ("kill", "raise", "exit", "stop") if number % 6 == 5 else ("kill", "raise", "exit")
+        left = losses - sum(total.values())
+        steps = every * min(16, max(2, left))
+        with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+            plan = Plan(steps=steps, every=every, seed=seed + number, kinds=kinds, **case)  # type: ignore[arg-type]
+            heartbeat = 1.5 if "stop" in kinds else 0.0
+            tally = compare(plan, Path(folder) / "case", transport=transport, heartbeat=heartbeat)
+        total += tally.losses
+        repairs += tally.repairs
+        restarts += tally.restarts
+        seconds += tally.seconds
+        number += 1
+        print(
+            f"{case}: {sum(tally.losses.values())} losses, {tally.restarts} restarts from a checkpoint, median "
+            f"{statistics.median(tally.seconds or [0]):.3f} s, worst {max(tally.seconds or [0]):.3f} s; at most "
+            f"{tally.most_files} open files and {tally.most_threads} threads",
+            flush=True,
+        )
+    print(f"{sum(total.values())} losses ({dict(total)}), {restarts} restarts; all results equal bit for bit")
+
+
+def parts_of(ended: Ended) -> list[dict[str, float]]:
+    """Of each loss: seconds until it was noticed, ranks had met, had their slices, and had made the step."""
+    found = []
+    for name, loss in sorted(ended.losses.items()):
+        at = float(loss["time"])  # type: ignore[arg-type]
+        after = [repair for repair in ended.repairs if repair["began"] > at]
+        if not name.startswith("lost") or not after:
+            continue
+        first = min(repair["settled"] for repair in after)
+        own = [repair for repair in after if abs(repair["settled"] - first) < 0.2]
+        times = [at, *(max(repair[key] for repair in own) for key in ("began", "met", "settled", "stepped"))]
+        names = ("noticed", "met", "states moved", "step redone")
+        parts = {part: end - start for part, start, end in zip(names, times, times[1:], strict=True)}
+        found.append(parts | {"in all": times[-1] - times[0]})
+    return found
+
+
+def times(model: str, losses: int, spares: int, kinds: tuple[str, ...], transport: str) -> None:
+    """From a loss to the first step after it."""
+    every = 6
+    plan = Plan(steps=every * losses, every=every, model=model, kinds=kinds, again=0.0, seed=11)
+    with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+        heartbeat = 0.6 if "stop" in kinds else 0.0
+        ended = carry_out(plan, Path(folder) / "run", spares=spares, transport=transport, heartbeat=heartbeat)
+    found = parts_of(ended)
+    print(f"{model}, {len(found)} losses ({', '.join(kinds)}), {spares} spares: seconds, median and worst")
+    for part in found[0]:
+        values = [one[part] for one in found]
+        print(f"  {part:<14}{statistics.median(values):8.3f}{max(values):8.3f}")
+
+
+def price(model: str, ranks: int, steps: int) -> None:
+    """A step with a mirror, or two copies, beside one without; in turn, three times."""
+    cases = {"none": {"mirror": False}, "mirror": {"mirror": True}}
+    if ranks % 2 == 0 and ranks > 2:
+        cases["2 copies"] = {"copies": 2}  # type: ignore[dict-item]
+    taken: dict[str, list[float]] = {name: [] for name in cases}
+    with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+        for repeat in range(3):
+            for name, options in cases.items():
+                plan = Plan(steps=steps, model=model, **options)  # type: ignore[arg-type]
+                ended = carry_out(plan, Path(folder) / f"{name}-{repeat}", ranks=ranks, spares=0)
+                taken[name].append(max(one["step"] for one in ended.resources))
+                if repeat == 0:
+                    one = ended.resources[0]
+                    print(
+                        f"{name}: mirror holds {one['mirror']:,} bytes, sends {one['sent']:,} a step; formulas "
+                        f"{12 * one['padded'] // ranks:,} and {4 * one['padded'] // ranks:,}"
+                    )
+    for name, seconds in taken.items():
+        print(f"{name:<10}{min(seconds):8.3f} s a step, {min(seconds) / min(taken['none']) - 1:+.1%}")
+
+
+def throughput(model: str, steps: int, every: int) -> None:
+    """How much of its throughput a run keeps that loses a rank every so many steps."""
+    with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+        plan = Plan(steps=steps, model=model, again=0.0, seed=5)
+        whole = carry_out(plan, Path(folder) / "whole")
+        lossy = carry_out(replace(plan, every=every), Path(folder) / "lossy")
+    step = max(one["step"] for one in whole.resources)
+    lost = sum(seconds_lost(lossy)) - step * len(lossy.losses) / 2
+    kept = steps * step / (steps * step + lost)
+    restart = statistics.mean(part["in all"] - part["step redone"] for part in parts_of(lossy))
+    expected = lost_seconds_with_copies(len(lossy.losses), restart=restart, step=step / 2)
+    print(
+        f"{len(lossy.losses)} losses in {steps} steps of {step:.3f} s: {kept:.1%} of the throughput kept; by the "
+        f"planner's formula {steps * step / (steps * step + expected):.1%}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    killing = commands.add_parser("kills")
+    killing.add_argument("--losses", type=int, default=1000)
+    killing.add_argument("--transport", choices=("memory", "sockets"), default="memory")
+    killing.add_argument("--seed", type=int, default=0)
+    timing = commands.add_parser("times")
+    timing.add_argument("--losses", type=int, default=20)
+    timing.add_argument("--spares", type=int, default=2)
+    timing.add_argument("--kinds", nargs="+", default=["kill"])
+    timing.add_argument("--transport", choices=("memory", "sockets"), default="memory")
+    pricing = commands.add_parser("price")
+    pricing.add_argument("--ranks", type=int, default=4)
+    losing = commands.add_parser("throughput")
+    losing.add_argument("--every", type=int, default=20)
+    for command, steps in ((timing, 0), (pricing, 12), (losing, 100)):
+        command.add_argument("--model", default="30m")
+        if steps:
+            command.add_argument("--steps", type=int, default=steps)
+    options = parser.parse_args()
+    if options.command == "kills":
+        kills(options.losses, options.transport, options.seed)
+    elif options.command == "times":
+        times(options.model, options.losses, options.spares, tuple(options.kinds), options.transport)
+    elif options.command == "price":
+        price(options.model, options.ranks, options.steps)
+    else:
+        throughput(options.model, options.steps, options.every)
+
+
+if __name__ == "__main__":
+    main()

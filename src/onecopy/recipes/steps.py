@@ -1,0 +1,76 @@
+"""Steps: the loop's way through its steps, plainly or with recovery. The loop in `train.py` is the same for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, Self, TypeVar
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+import onecopy
+from onecopy.recipes.config import Config
+from onecopy.resilience.run import Repair
+
+T = TypeVar("T")
+
+
+class Steps(Protocol):
+    """What the loop needs of `onecopy.Run`."""
+
+    steps: int
+    repairs: list[Repair]
+
+    def loop(self, batches: Callable[[int], Iterable[T]]) -> Iterator[T]: ...
+
+    def attempts(self) -> Iterator[None]: ...
+
+    def step(self, *values: float, update: bool = True) -> list[float]: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> bool | None: ...
+
+
+class PlainSteps:
+    """Steps that nobody makes again."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.steps = 0
+        self.repairs: list[Repair] = []
+        self._optimizers = optimizers
+        self._nothing: AbstractContextManager[None] = nullcontext()
+
+    def loop(self, batches: Callable[[int], Iterable[T]]) -> Iterator[T]:
+        """The batches."""
+        yield from batches(0)
+
+    def attempts(self) -> Iterator[None]:
+        """Once."""
+        yield
+
+    def step(self, *values: float, update: bool = True) -> list[float]:
+        """Step the optimizers."""
+        for optimizer in self._optimizers if update else ():
+            optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self.steps += 1
+        return list(values)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return None
+
+
+def make_steps(config: Config, model: nn.Module, optimizers: Sequence[Optimizer], **kept: Any) -> Steps:
+    """Steps as the config wants them.
+
+    Args:
+        optimizers: one, if the config asks for recovery.
+        kept: what changes from step to step and all ranks have alike, for `onecopy.resilient`.
+    """
+    return onecopy.resilient(model, *optimizers, **kept) if config.recovery.is_on else PlainSteps(optimizers)
