@@ -607,8 +607,8 @@ def resilient(
         raise SettingsError("onecopy.resilient cannot bring back ranks of a tensor-parallel model yet")
     if engine.lays_whole:
         raise SettingsError(
-            "onecopy.resilient cannot bring back parameters that lie whole in one rank's slice yet: shard without whole= "
-            "and without optimizers that need whole matrices (Muon)"
+            "onecopy.resilient cannot bring back parameters that lie whole in one rank's slice yet: shard without "
+            "whole= and without optimizers that need whole matrices (Muon)"
         )
     if engine.stores is not None and engine.stores.optimizer is not None:
         raise SettingsError(
