@@ -220,7 +220,7 @@ def _docstring(found: Any) -> Iterator[str]:
 def _items(items: Iterable[Any], found: Any, kind: str) -> Iterator[str]:
     for item in items:
         if kind == "raises":
-            yield f"- `{item.annotation}`: {line_of(item.description)}"
+            yield f"- {_code(f'`{item.annotation}`')}: {line_of(item.description)}"
             continue
         annotation, name = item.annotation, f"`{item.name}`"
         if item.name.endswith(","):
@@ -240,10 +240,28 @@ def line_of(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """A docstring's text as Markdown: double backticks say the same as single ones, angle brackets are no tags."""
+    """A docstring's text as Markdown. Public names in single backticks lead to their entries; no bracket is a tag."""
     parts = re.split(r"(``[^`]+``|`[^`]+`)", text.strip())
-    marked = [f"`{part.strip('`')}`" if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts)]
-    return "".join(marked)
+    return "".join(_code(part) if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
+
+
+def _code(part: str) -> str:
+    """Code, as a link if it names what has an entry. Double backticks are for arguments and values, which have none."""
+    name = part.strip("`")
+    anchor = None if part.startswith("``") else _anchors().get(name.removeprefix("onecopy."))
+    return f"`{name}`" if anchor is None else f"[`{name}`]({anchor})"
+
+
+@cache
+def _anchors() -> dict[str, str]:
+    """Where the entry of each public name and each error is, by its name."""
+    found = {}
+    for name in public_names():
+        kind = "class-" if find(name).is_class else ""
+        found[name] = f"onecopy.md#{kind}onecopy{name.replace('.', '')}".lower()
+    for path in RETURNED.values():
+        found[path.rpartition(".")[2]] = f"onecopy.md#class-{path.rpartition('.')[2]}".lower()
+    return found | {name: f"errors.md#{name.lower()}" for name, kind in find("errors").members.items() if kind.is_class}
 
 
 def _text(docstring: Any) -> str:

@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
         "onecopy.md": names(),
         "integrations.md": integrations(),
         "errors.md": errors(),
-        "command-line.md": _commandline_of(),
+        "command-line.md": _command_line(),
         "config.md": _config(),
         "metrics.md": _metrics(),
     }
@@ -60,7 +60,7 @@ def _index() -> str:
     return "\n".join(rows) + "\n"
 
 
-def _commandline_of() -> str:
+def _command_line() -> str:
     """Commands and options as Typer has them."""
     group: Any = typer.main.get_command(make_app())
     parts = [
