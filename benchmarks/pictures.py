@@ -64,7 +64,7 @@ def memory() -> str:
         for row in _results("memory")
         if row["ranks"] == ranks and row["precision"] == "bf16" and not row["tied"]
     }
-    used = [c for c in CATEGORIES if any(found[stage]["peak"][c] > 2e6 for stage in STAGES)]
+    used = [c for c in CATEGORIES if any(found[stage]["peak"].get(c, 0) > 2e6 for stage in STAGES)]
     shown = []
     for stage in STAGES:
         peak = found[stage]["peak"]

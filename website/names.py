@@ -40,6 +40,8 @@ GROUPS: Final = {
         "export",
         "Exported",
     ),
+    "Survive the loss of ranks": ("join", "resilient", "Run"),
+    "Find settings by measuring": ("tune",),
     "What is held and what is sent": ("meter", "ledger", "Ledger", "Traffic", "Entry", "profile", "Profile", "arena"),
     "Settings of other libraries": ("from_deepspeed", "from_accelerate"),
 }

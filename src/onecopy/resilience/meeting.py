@@ -48,6 +48,9 @@ def join(timeout: float = 300.0) -> None:
 
     Args:
         timeout: seconds that a collective may take.
+
+    Raises:
+        RuntimeError: if a rank ends before training has begun.
     """
     limit = timedelta(seconds=timeout)
     if torch.accelerator.is_available():

@@ -599,6 +599,9 @@ def resilient(
         kept: other objects that change from step to step and are alike on all ranks, under names of your choice: with
             `state_dict()` and `load_state_dict()`, or dicts.
 
+    Returns:
+        The `Run`: its `loop` gives the batches, and its `step` takes the place of the optimizer's.
+
     Raises:
         SettingsError: for what cannot be brought back.
     """
