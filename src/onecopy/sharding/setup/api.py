@@ -147,9 +147,11 @@ def shard(
     check_kind("defragment", defragment, bool, "True or False")
     check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
     check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
+    expected = "an optimizer of the model's parameters or None, or a list of optimizers"
+    check_kind("optimizer", optimizer, Optimizer | list | tuple | None, expected)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     for one in optimizers:
-        check_kind("optimizer", one, Optimizer, "an optimizer of the model's parameters, a list of such or None")
+        check_kind("optimizer", one, Optimizer, expected)
     check_kind("model", model, nn.Module, "a torch.nn.Module")
     check_kind("offload", offload, Offload | None, "onecopy.Offload(...) or None")
     if activations is not None:
