@@ -38,8 +38,7 @@ import onecopy
 from harness.contest import Contest, hold
 from harness.systems import Settings, Step, System, Trainer
 from harness.work import Work
-from onecopy.sharding.bucket.owners import Item, choose_owners
-from onecopy.sharding.setup.needs import cost_of_newton_schulz
+from onecopy.sharding.bucket.owners import Item, choose_owners, cost_of_newton_schulz
 from trained.cases import CASES, Batch
 
 PEERS: Final = ("DDP", "fully_shard")

@@ -87,6 +87,34 @@ def test_whole_parameters_travel_in_slices_of_different_lengths(bucket_bytes: in
     run_clean(3, run)
 
 
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_muon_steps_over_whole_matrices_on_the_device_and_off_it(offload: str | None) -> None:
+    """Oracle: the default layout's stage 0, where every rank steps over all of them. Newton-Schulz computes in bf16."""
+
+    def run(rank: int, device: torch.device) -> None:
+        found = []
+        for stage, whole in ((0, None), (3, _is_hidden_matrix)):
+            where = None if offload is None or stage == 0 else onecopy.Offload(optimizer=offload)
+            model = onecopy.shard(on(device, tiny), stage, whole=whole, offload=where)
+            named = list(model.named_parameters())
+            muon = torch.optim.Muon([p for name, p in named if _is_hidden_matrix(name, p)], lr=0.02)
+            adamw = torch.optim.AdamW([p for name, p in named if not _is_hidden_matrix(name, p)], lr=1e-2)
+            for batch in parts_of(token_batches(3), rank, 2, device):
+                model(*batch).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                for optimizer in (muon, adamw):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert all(
+                state["momentum_buffer"].device.type == ("cpu" if where else device.type)
+                for state in muon.state.values()
+            )
+            found.append(weights_of(model))
+        assert_same_weights(found[1], found[0], 5e-3)
+
+    run_clean(2, run)
+
+
 def test_gradient_scaling_equals_one_process() -> None:
     """Oracle: the same scaler around plain PyTorch in fp16 on the CPU, which skips a step whose gradient overflows."""
 

@@ -10,7 +10,7 @@ tensors are saved each by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -37,9 +37,11 @@ _TENSOR: Final = "onecopy tensor"
 """Stands in a list of states for a tensor that is saved by itself, under the name beside it."""
 
 
-def as_list(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+def as_list(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     """One optimizer, several or none, as a list."""
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
 
 
 def describe_kinds(optimizers: Sequence[Optimizer]) -> str | None:

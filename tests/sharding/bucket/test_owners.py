@@ -8,13 +8,18 @@ from __future__ import annotations
 from math import prod
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onecopy.sharding.bucket.layout import ALIGNMENT, Layout
-from onecopy.sharding.bucket.owners import Item, choose_owners, fill, spread_small
-from onecopy.sharding.setup.needs import cost_of_elements, cost_of_newton_schulz
+from onecopy.sharding.bucket.owners import (
+    Item,
+    choose_owners,
+    cost_of_elements,
+    cost_of_newton_schulz,
+    fill,
+    spread_small,
+)
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 
@@ -68,7 +73,7 @@ def ratios(name: str, ranks: int) -> tuple[float, float, float, float]:
     shapes = MODELS[name]
     cost_of = cost_of_elements if name == "ResNet-50" else cost_of_newton_schulz
     whole = [shape for name, shape in shapes if name not in CUT]
-    items = [Item(prod(shape), cost_of(torch.Size(shape)), index // 7) for index, shape in enumerate(whole)]
+    items = [Item(prod(shape), cost_of(shape), index // 7) for index, shape in enumerate(whole)]
     owners = choose_owners(items, ranks)
     costs, held = [0.0] * ranks, [0.0] * ranks
     for item, owner in zip(items, owners, strict=True):

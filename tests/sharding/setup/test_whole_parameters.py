@@ -25,7 +25,7 @@ STEPS = 10
 ROWS = 12
 """What 2, 3 and 4 divide."""
 
-every_layout = pytest.mark.parametrize("stage, num_ranks", [(1, 2), (2, 3), (3, 4), (3, 2)])
+every_layout = pytest.mark.parametrize("stage, num_ranks", [(1, 2), (2, 3), (3, 4)])
 
 
 class Both(Optimizer):
@@ -122,7 +122,7 @@ def test_settings_change_no_bit_for_the_worse(setting: str) -> Forked:
     """Oracle: `onecopy.shard` at the default layout's stage 0, where every rank steps over all parameters."""
 
     def run(rank: int) -> None:
-        batches = [part(batch, rank, 3) for batch in token_batches(6, rows=ROWS)]
+        batches = [part(batch, rank, 3) for batch in token_batches(4, rows=ROWS)]
         found = []
         for stage, whole in ((0, None), (2, is_matrix), (3, is_matrix)):
             model = onecopy.shard(seeded(TinyGPT), stage, whole=whole, **SETTINGS[setting])

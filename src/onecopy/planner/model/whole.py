@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-import torch
-
-from onecopy.sharding.bucket.owners import Item, choose_owners, fill
-from onecopy.sharding.setup.needs import cost_of_newton_schulz
+from onecopy.sharding.bucket.owners import Item, choose_owners, cost_of_newton_schulz, fill
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def balance(shapes: tuple[tuple[int, ...], ...], cuttable: int, ranks: int) -> B
         cuttable: elements of all other parameters.
         ranks: N, the shard degree.
     """
-    items = [Item(prod(shape), cost_of_newton_schulz(torch.Size(shape))) for shape in shapes]
+    items = [Item(prod(shape), cost_of_newton_schulz(shape)) for shape in shapes]
     costs, whole = [0.0] * ranks, [0] * ranks
     for item, owner in zip(items, choose_owners(items, ranks), strict=True):
         costs[owner] += item.cost
@@ -64,7 +61,7 @@ def states_of_muon(shapes: Sequence[tuple[int, ...]], parameters: int) -> float:
 
 def newton_schulz_operations(shapes: tuple[tuple[int, ...], ...], cuttable: int, ranks: int) -> float:
     """Floating-point operations of Muon's step on the dearest rank."""
-    total = sum(cost_of_newton_schulz(torch.Size(shape)) for shape in shapes)
+    total = sum(cost_of_newton_schulz(shape) for shape in shapes)
     return balance(shapes, cuttable, ranks).computes * total / ranks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import ParamSpec, TypeVar
@@ -157,8 +157,8 @@ def shard(
     check_kind("defragment", defragment, bool, "True or False")
     check_kind("mesh", mesh, DeviceMesh | None, "a DeviceMesh (torch.distributed.init_device_mesh) or None")
     check_kind("activations", activations, Activations | None, "onecopy.Activations(...) or None")
-    expected = "an optimizer of the model's parameters, a list of such optimizers or None"
-    check_kind("optimizer", optimizer, Optimizer | Iterable | None, expected)
+    expected = "an optimizer of the model's parameters or None, or a list of optimizers"
+    check_kind("optimizer", optimizer, Optimizer | list | tuple | None, expected)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     for one in optimizers:
         check_kind("optimizer", one, Optimizer, expected)

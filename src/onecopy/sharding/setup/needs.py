@@ -14,21 +14,19 @@ parameters it would see some of them and not miss the others, so it must be know
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, TypeVar
 
-import torch
 from torch import Tensor, optim
 from torch.optim.optimizer import Optimizer
 
+from onecopy.sharding.bucket.owners import cost_of_elements, cost_of_newton_schulz
+
 OptimizerT = TypeVar("OptimizerT", bound=type[Optimizer])
 
-Cost = Callable[[torch.Size], float]
-
-_PASSES: Final = 20.0
-"""Operations for each element of an update that goes over all of them a few times; for comparing with matrices."""
+Cost = Callable[[Sequence[int]], float]
 
 
 @dataclass(frozen=True)
@@ -65,23 +63,7 @@ def _matrices(parameter: Tensor) -> bool:
     return parameter.dim() > 1
 
 
-def cost_of_elements(shape: torch.Size) -> float:
-    """Of an update that goes over the elements a few times."""
-    return _PASSES * prod(shape)
-
-
-def cost_of_newton_schulz(shape: torch.Size) -> float:
-    """Of five iterations of Muon's on a matrix of m rows and n columns, m the fewer: each 4m²n + 2m³ operations.
-
-    Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), section on runtime.
-    """
-    if len(shape) < 2:
-        return cost_of_elements(shape)
-    rows, columns = sorted((shape[0], prod(shape[1:])))
-    return 5.0 * (4 * rows**2 * columns + 2 * rows**3)
-
-
-def cost_of_eigenbases(shape: torch.Size) -> float:
+def cost_of_eigenbases(shape: Sequence[int]) -> float:
     """Of SOAP's and Shampoo's: four products with a square matrix for each dimension."""
     return cost_of_elements(shape) + 8.0 * prod(shape) * sum(side for side in shape if len(shape) > 1)
 

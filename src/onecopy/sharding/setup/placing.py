@@ -21,9 +21,17 @@ from onecopy.comm.mesh import Mesh
 from onecopy.errors import SettingsError
 from onecopy.memory.store.offload import Offload
 from onecopy.sharding.bucket.bucket import FoundParameter
-from onecopy.sharding.bucket.owners import COMPANION, Item, Placing, choose_owners, fill, spread_small
+from onecopy.sharding.bucket.owners import (
+    COMPANION,
+    Item,
+    Placing,
+    choose_owners,
+    cost_of_newton_schulz,
+    fill,
+    spread_small,
+)
 from onecopy.sharding.model.chosen import Whole, find_chosen
-from onecopy.sharding.setup.needs import cost_of_newton_schulz, need_of
+from onecopy.sharding.setup.needs import need_of
 from onecopy.sharding.tensor.precision import Dtypes, Precision
 from onecopy.sharding.tensor.tensor_parallel import spec_of
 
