@@ -56,12 +56,13 @@ class Calibration:
                 peak=gpu.peak / self.compute,
                 memory_bandwidth=gpu.memory_bandwidth / self.memory,
                 host=gpu.host / self.transfer,
+                intra=gpu.intra / self.link,
                 # It must not follow the balance of peak and bandwidth, which are corrected on their own.
                 reach=gpu.reach or balance_factor(gpu.peak, gpu.memory_bandwidth),
             ),
             host_bandwidth=machine.host_bandwidth / self.transfer,
             nvme_bandwidth=machine.nvme_bandwidth / self.transfer,
-            link_efficiency=machine.link_efficiency / self.link,
+            link=machine.link / self.link,
             latency=machine.latency * self.latency,
             # The planner has one share for all tensors: that of those which grow most.
             slack=max(self.states, self.activations) - 1,
