@@ -110,7 +110,7 @@ def measure(problems: list[Problem], seconds: float, most: int | None, *, provis
                 for candidate in random.Random(seed).sample(chosen, len(chosen)):
                     if candidate in found and found[candidate].timed is None:
                         continue
-                    outcome = _probe(crew, candidate, problem, Length(seconds / ROUNDS, least=4, most=10))
+                    outcome = _probe(crew, candidate, problem, Length(seconds / ROUNDS, least=3, most=10))
                     found[candidate] = _merged(found[candidate], outcome) if candidate in found else outcome
                     print(f"{problem.case} {seed + 1}/{ROUNDS}: {candidate.words()}: {outcome.words()}", flush=True)
         rows = [{"candidate": one.as_dict(), "outcome": known.as_dict()} for one, known in found.items()]

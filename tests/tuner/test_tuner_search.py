@@ -249,6 +249,11 @@ def test_a_calibration_is_kept_for_this_machine(tmp_path: Path, monkeypatch: pyt
     assert machine.flops(None) == pytest.approx(MACHINE.flops(None) / 1.5)
     assert machine.tensor_link().bandwidth == pytest.approx(2 * MACHINE.tensor_link().bandwidth)
     assert (machine.slack, machine.context) == (pytest.approx(0.3), 2e8)
+    # A later look at the machine, twice as fast for the noise, is not believed; four ranks share the same cores.
+    later = replace(MACHINE, gpus=4, gpu=MACHINE.gpu._replace(peak=2 * MACHINE.gpu.peak, intra=1.0))
+    kept = found.of(MACHINE).applied(later)
+    assert kept.flops(None) == pytest.approx(MACHINE.flops(None) / 1.5 / 2)
+    assert kept.gpu.intra == pytest.approx(MACHINE.gpu.intra / 0.5)
     path.write_text("{")
     assert read_calibration() is None
 

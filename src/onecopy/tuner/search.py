@@ -36,7 +36,7 @@ _UNKNOWN_BYTES: Final = 0.04
 NOISE: Final = 0.01
 """Settings whose values differ by a smaller share are alike, however well they repeat."""
 
-NOISIEST: Final = 0.03
+NOISIEST: Final = 0.02
 """A best setting that repeats worse than so is not the end: others are tried while there is a budget."""
 
 _HOPELESS: Final = 0.02

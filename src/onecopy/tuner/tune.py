@@ -301,7 +301,7 @@ class _Lead:
             if self._journal is not None:
                 self._journal.close()
         if self._wanted.calibrate and search.measured:
-            write_calibration(search.calibration)
+            write_calibration(search.calibration.of(self._expectation.machine))
         return self._result(interrupted)
 
     def _probe(self, candidate: Candidate) -> None:

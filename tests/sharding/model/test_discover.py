@@ -115,3 +115,11 @@ def test_what_is_not_worth_a_message_is_left_to_the_root(name: str, monkeypatch:
     assert sorted(names) == sorted(name for name, _ in module.named_parameters())
     if name == "adapters":
         assert {item.name.split(".")[-2] for item in found[""]} == {"down", "up"}
+
+
+def test_units_are_named_by_class_or_by_module() -> None:
+    """The name of a class means all of its modules, as `units="GPT2Block"` in a config does."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    assert find_scopes(module, ["Linear"]) == ["", "0", "2"]
+    assert find_scopes(module, ["2"]) == ["", "2"]
+    assert find_scopes(module, []) == [""]

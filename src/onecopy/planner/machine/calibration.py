@@ -34,6 +34,9 @@ class Calibration:
         activations: of the bytes of activations.
         base: bytes that a process holds before a model is built.
         probes: measurements behind it.
+        peak, memory_bandwidth, intra: of `Gpu`, as they were seen of ``on_ranks`` ranks when the factors were measured.
+            They stand for what a later short look at the machine sees, whose noise factors must not inherit; 0 where
+            they are not known.
     """
 
     compute: float = 1.0
@@ -46,22 +49,40 @@ class Calibration:
     activations: float = 1.0
     base: float = 0.0
     probes: float = 0
+    peak: float = 0.0
+    memory_bandwidth: float = 0.0
+    intra: float = 0.0
+    on_ranks: float = 0
+
+    def of(self, machine: Machine) -> Calibration:
+        """The same, with the machine's constants beside the factors, unless others are there already."""
+        if self.on_ranks:
+            return self
+        gpu = machine.gpu
+        return replace(
+            self, peak=gpu.peak, memory_bandwidth=gpu.memory_bandwidth, intra=gpu.intra, on_ranks=machine.gpus
+        )
 
     def applied(self, machine: Machine) -> Machine:
         """The machine with its constants corrected."""
         gpu = machine.gpu
+        if self.on_ranks:
+            # Ranks on the CPU share its cores.
+            share = self.on_ranks / machine.gpus if machine.computes_on_host else 1.0
+            gpu = gpu._replace(peak=self.peak * share, memory_bandwidth=self.memory_bandwidth, intra=self.intra)
         return replace(
             machine,
             gpu=gpu._replace(
                 peak=gpu.peak / self.compute,
                 memory_bandwidth=gpu.memory_bandwidth / self.memory,
                 host=gpu.host / self.transfer,
+                intra=gpu.intra / self.link,
                 # It must not follow the balance of peak and bandwidth, which are corrected on their own.
                 reach=gpu.reach or balance_factor(gpu.peak, gpu.memory_bandwidth),
             ),
             host_bandwidth=machine.host_bandwidth / self.transfer,
             nvme_bandwidth=machine.nvme_bandwidth / self.transfer,
-            link_efficiency=machine.link_efficiency / self.link,
+            link=machine.link / self.link,
             latency=machine.latency * self.latency,
             # The planner has one share for all tensors: that of those which grow most.
             slack=max(self.states, self.activations) - 1,

@@ -107,7 +107,8 @@ def _measure(workload: Workload, order: Order, world: World, line: Line) -> None
     if device.type != "cpu":
         torch.accelerator.set_device_index(world.local_rank)
     _limit_memory(order, device)
-    line.say(base=process_memory().get("resident", 0))
+    # Of an accelerator's memory nothing is taken yet.
+    line.say(base=process_memory().get("resident", 0) if device.type == "cpu" else 0)
     # A user's own code may ask for its place as torchrun's programs do.
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.local_rank), "WORLD_SIZE": str(order.size)}
     if order.size > 1:
@@ -191,6 +192,8 @@ def _confess(error: BaseException, line: Line) -> None:
     text = " ".join(str(error).split())
     memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(_WANT_OF_MEMORY.search(text))
     asked = _ASKED.search(text)
+    if torch.cuda.is_initialized():
+        line.say(peak=torch.cuda.max_memory_allocated())
     line.say(
         error=f"{type(error).__name__}: {text}"[:2000],
         traceback=traceback.format_exc()[-8000:],
