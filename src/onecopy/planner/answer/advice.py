@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -141,14 +141,24 @@ def _kinds(tensor: int, wishes: Wishes, *, sequence: bool) -> list[Checkpointing
     return [kind for kind in kinds if kind != "units+cpu" or wishes.checkpointing]
 
 
-def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
+def advise(
+    job: Job, machine: Machine, wishes: Wishes | None = None, progress: Callable[[int, int], None] | None = None
+) -> Advice:
     """Search all options.
+
+    Args:
+        progress: told how many options of how many have been looked at.
 
     Raises:
         SettingsError: if the global batch cannot be split over the ranks.
     """
     wishes = wishes or Wishes()
-    found = [estimate(job, machine, option) for option in _worth_a_look(job, machine, options(job, machine, wishes))]
+    chosen = _worth_a_look(job, machine, options(job, machine, wishes))
+    found = []
+    for option in chosen:
+        found.append(estimate(job, machine, option))
+        if progress is not None:
+            progress(len(found), len(chosen))
     room = (1 - MARGINS[wishes.preset]) * machine.gpu.memory
     fitting = [e for e in found if e.fits and e.peak <= room]
     allowed = _sharding_where_there_are_ranks([e for e in fitting if e.available])
