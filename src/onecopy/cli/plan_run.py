@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
+from rich.progress import Progress
 
 from onecopy.cli import plan_tables as tables
 from onecopy.errors import SettingsError
@@ -97,7 +100,8 @@ def run(request: Request) -> bool:
     if job.implementation == "muon":
         notes.append(_of_muon(job, machine))
     configured = _configured(job, machine, wishes) if request.zero_r else []
-    advice = advise(job, machine, wishes)
+    with _shown_progress() as progress:
+        advice = advise(job, machine, wishes, progress)
     swept = None
     chosen = advice.best or min(advice.estimates, key=lambda e: (not e.available, e.peak))
     if request.sweep or request.html:
@@ -151,6 +155,14 @@ def run(request: Request) -> bool:
     if request.html is not None and swept is not None:
         _write_page(request.html, job, machine, advice, swept[0], swept[1], console)
     return advice.best is not None
+
+
+@contextmanager
+def _shown_progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal's standard error while options are looked at; it goes when they have been."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("options")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _paper(request: Request, console: Console) -> bool:

@@ -33,7 +33,10 @@ def chunk_loss(model: Any) -> bool:
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
-        raise SettingsError(f"chunk_loss takes a causal LM of transformers; found {type(model).__name__}")
+        raise SettingsError(
+            f"chunk_loss takes a causal LM of transformers; found {type(model).__name__}. Another model calls "
+            f"onecopy.chunked_cross_entropy in its forward"
+        )
     head = model.get_output_embeddings()
     if not chunks_loss(config.to_dict()) or not isinstance(head, nn.Linear) or head.bias is not None:
         return False

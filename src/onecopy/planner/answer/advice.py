@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -141,14 +141,24 @@ def _kinds(tensor: int, wishes: Wishes, *, sequence: bool) -> list[Checkpointing
     return [kind for kind in kinds if kind != "units+cpu" or wishes.checkpointing]
 
 
-def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
+def advise(
+    job: Job, machine: Machine, wishes: Wishes | None = None, progress: Callable[[int, int], None] | None = None
+) -> Advice:
     """Search all options.
+
+    Args:
+        progress: told how many options of how many have been looked at.
 
     Raises:
         SettingsError: if the global batch cannot be split over the ranks.
     """
     wishes = wishes or Wishes()
-    found = [estimate(job, machine, option) for option in _worth_a_look(job, machine, options(job, machine, wishes))]
+    chosen = _worth_a_look(job, machine, options(job, machine, wishes))
+    found = []
+    for option in chosen:
+        found.append(estimate(job, machine, option))
+        if progress is not None:
+            progress(len(found), len(chosen))
     room = (1 - MARGINS[wishes.preset]) * machine.gpu.memory
     fitting = [e for e in found if e.fits and e.peak <= room]
     allowed = _sharding_where_there_are_ranks([e for e in fitting if e.available])
@@ -174,7 +184,10 @@ def advise(job: Job, machine: Machine, wishes: Wishes | None = None) -> Advice:
 
 
 def _worth_a_look(job: Job, machine: Machine, every: Iterable[Option]) -> list[Option]:
-    """Options that may fit; of each kind of which none may, the first, so that the table can say so."""
+    """Options that may fit; of each kind of which none may, the first, so that the table can say so.
+
+    Where none at all may, of each stage the one that comes nearest: a model so large takes long to go through.
+    """
     kept: list[Option] = []
     too_large: dict[object, Option] = {}
     for option in every:
@@ -182,6 +195,9 @@ def _worth_a_look(job: Job, machine: Machine, every: Iterable[Option]) -> list[O
             kept.append(option)
         else:
             too_large.setdefault(option.kind, option)
+    if not kept:
+        nearest = sorted(too_large.values(), key=lambda option: (bool(option.missing), least_bytes(job, option)))
+        return list({option.stage: option for option in reversed(nearest)}.values())
     seen = {option.kind for option in kept}
     return kept + [option for kind, option in too_large.items() if kind not in seen]
 
@@ -265,7 +281,15 @@ def _reason(best: Estimate, found: Sequence[Estimate], runner_up: Estimate | Non
     slower = best.tokens_per_second / runner_up.tokens_per_second - 1
     if not best.rate:
         slower = 0.0
-    speed = f"{slower:.0%} slower" if slower > 0.005 else f"{-slower:.0%} faster" if slower < -0.005 else "as fast"
+    speed = (
+        f"{1 + slower:,.0f} times slower"
+        if slower > 1
+        else f"{slower:.0%} slower"
+        if slower > 0.005
+        else f"{-slower:.0%} faster"
+        if slower < -0.005
+        else "as fast"
+    )
     less = runner_up.peak - best.peak
     alike = abs(less) < 0.005 * best.limit
     memory = "holds as much" if alike else f"holds {gigabytes(abs(less))} {'more' if less > 0 else 'less'}"

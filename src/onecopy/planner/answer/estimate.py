@@ -243,7 +243,7 @@ def least_bytes(job: Job, option: Option) -> float:
     A search leaves out at once what does not fit by this bound: `estimate` goes through every unit.
     """
     widths = job.widths
-    trained = sum(unit.parameters for unit in job.shape.units) / option.tensor / _slices(option)
+    trained = job.shape.trained / option.tensor / _slices(option)
     each = float((1 + job.optimizer_tensors) * widths.master + widths.gradient)
     if option.offload != "none":
         each = 0.0 if option.offload.startswith("parameters") else float(widths.compute)

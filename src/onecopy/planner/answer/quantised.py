@@ -1,7 +1,7 @@
 """Quantised: what is asked for and onecopy does not do, 4- and 8-bit weights and 8-bit optimizers, answered by formula.
 
 bitsandbytes packs weights into bytes with a scale for each block of them, and keeps Adam's two moments as bytes.
-onecopy shards parameters as they are, and runs PyTorch's optimizers on its slices: it cannot shard packed weights.
+onecopy shards parameters as they are: it cannot shard packed weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def eight_bit(parameters: float) -> str:
     """
     whole, small = 8 * parameters, 2 * MOMENT_BYTES * parameters
     return (
-        f"onecopy runs PyTorch's AdamW on its slices, no 8-bit one. By formula an 8-bit AdamW keeps {gigabytes(small)} "
-        f"of moments for the {parameters / 1e9:.3g} B parameters where AdamW keeps {gigabytes(whole)}; stage 1 on 4 "
-        f"GPUs keeps {gigabytes(whole / 4)} on each, of the same values. Give --optimizer fused, foreach or for-loop"
+        f"AdamW is planned, no 8-bit one. By formula an 8-bit AdamW keeps {gigabytes(small)} of moments for the "
+        f"{parameters / 1e9:.3g} B parameters where AdamW keeps {gigabytes(whole)}; stage 1 on 4 GPUs keeps "
+        f"{gigabytes(whole / 4)} on each, of the same values. torchao's runs over onecopy's whole matrices, "
+        f"bitsandbytes' has not been tried. Give --optimizer fused, foreach or for-loop"
     )

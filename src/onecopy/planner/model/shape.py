@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 from onecopy.errors import SettingsError
@@ -95,6 +96,11 @@ class Shape:
         """What is counted a second."""
         measured = self.transformer is None and (self.work is None or self.work.tokens is None)
         return "samples" if measured else "tokens"
+
+    @cached_property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(unit.parameters for unit in self.units)
 
     @property
     def parameters(self) -> int:
