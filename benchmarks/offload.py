@@ -11,6 +11,8 @@ plain loop shares no code with the store. Medians over rounds, ratios round by r
     throughput   the plain loop's time over the paged step's: the share of what the directory does that the step reaches
     exposed      what of the paged step neither the plain loop nor the computing accounts for: step - max of both
 
+Exposed I/O is to be judged where computing takes longer than the disk, which ``--optimizer slow`` is for.
+
 With ``--limit``, nothing is compared: a model is trained for three steps by a process that may take no more memory.
 """
 
@@ -39,10 +41,29 @@ BLOCK = 4 * 2**20
 THREADS = 4
 WIDTH = 1024
 
+
+class Slow(SGD):
+    """An update that takes longer to compute than to read and write: many passes over each element."""
+
+    updates_each_element_alone = True
+    passes = 200
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    moved = parameter.grad.clone()
+                    for _ in range(self.passes):
+                        moved.mul_(1.01)
+                    parameter.add_(moved, alpha=-1e-3)
+
+
 MAKE = {
     "adamw-fused": lambda parameters: AdamW(parameters, lr=1e-4, fused=True),
     "adamw": lambda parameters: AdamW(parameters, lr=1e-4, foreach=True),
     "adamw-loop": lambda parameters: AdamW(parameters, lr=1e-4, foreach=False),
+    "slow": lambda parameters: Slow(parameters, lr=1e-3),
     "sgd": lambda parameters: SGD(parameters, lr=1e-3, momentum=0.9, fused=True),
 }
 

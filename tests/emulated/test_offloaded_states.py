@@ -72,9 +72,12 @@ def test_one_rank_trains_from_host_memory() -> None:
     run_clean(1, run)
 
 
-def test_backward_has_the_host_wait_for_nothing() -> None:
+@pytest.mark.parametrize("stage, parameters", [(2, None), (3, "cpu")])
+def test_a_step_before_the_optimizers_has_the_host_wait_for_nothing(stage: int, parameters: str | None) -> None:
+    """Forward and backward; the optimizer itself works in host memory and waits for gradients to be there."""
+
     def run(rank: int, device: torch.device) -> list[str]:
-        model = onecopy.shard(on(device, tiny), 2, offload=onecopy.Offload("cpu"))
+        model = onecopy.shard(on(device, tiny), stage, offload=onecopy.Offload("cpu", parameters))
         optimizer = OPTIMIZERS["adamw-fused"](model.parameters())
         during: list[str] = []
         for batch in parts_of(token_batches(4), rank, 2, device):

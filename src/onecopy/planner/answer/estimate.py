@@ -415,7 +415,7 @@ def step_seconds(
     elements = step_elements(option.stage, trained, option.shard, option.accumulate, option.replicate, frozen)
     sent = elements.all_gather * widths.compute + (elements.reduce_scatter + elements.all_reduce) * widths.reduce
     own = trained / _slices(option)
-    update, transfer = _update_seconds(job, machine, option, own, compute)
+    update, transfer = update_seconds(job, machine, option, own, compute)
     transfer += _fetch_seconds(machine, option, units, compute)
     return found._replace(update=update, transfer=transfer, tensor=tensor), sent
 
@@ -445,16 +445,23 @@ def _fetch_seconds(machine: Machine, option: Option, units: list[Unit], compute:
     return max(0.0, seconds - HIDDEN_SHARE * compute / 4) + max(0.0, seconds - HIDDEN_SHARE * compute * 3 / 4)
 
 
-def _update_seconds(job: Job, machine: Machine, option: Option, own: float, compute: float) -> tuple[float, float]:
-    """Seconds of the optimizer's step, and of transfers that do not hide."""
+def update_seconds(job: Job, machine: Machine, option: Option, own: float, compute: float) -> tuple[float, float]:
+    """Seconds of the optimizer's step, and of transfers that do not hide.
+
+    Args:
+        own: elements of model states that this rank updates.
+        compute: seconds of a step's forwards and backwards.
+    """
     widths = job.widths
     if option.offload == "none":
         # Each state is read and written, and so is the master; the gradient is read.
         moved = own * (3 + 2 * job.optimizer_tensors) * widths.master
         return moved / machine.gpu.memory_bandwidth + _muon_seconds(job, machine, option), 0.0
-    # Gradients leave beside backward, in the dtype in which they are summed.
-    down = max(0.0, widths.gradient * own / machine.gpu.host - compute / 2)
-    transfer = widths.compute * own / machine.gpu.host + down
+    transfer = 0.0
+    if not machine.computes_on_host:
+        # Gradients leave beside backward, in the dtype in which they are summed.
+        down = max(0.0, widths.gradient * own / machine.gpu.host - compute / 2)
+        transfer = widths.compute * own / machine.gpu.host + down
     update = cpu_step_seconds(own, machine.host_bandwidth / machine.per_node)
     if option.offload.endswith("nvme"):
         # Three fp32 states are read and written beside the update, and gradients read; these are written in backward.
