@@ -529,7 +529,8 @@ class Run:
         self._knows = [standing.knows for standing in standings]
         # Where a rank was lost in a save, some may hold it for made.
         self._saved = min((standing.saved for standing in standings if standing.knows), default=0)
-        self.repairs.append(Repair(self.steps, _replaced(earlier, member.now), began, met, time.time()))
+        replaced = (self._rank,) if earlier is None else _replaced(earlier, member.now)
+        self.repairs.append(Repair(self.steps, replaced, began, met, time.time()))
         if earlier is not None:
             _log.warning("lost %s after step %d; back after %.2f s", *_words(self.repairs[-1]))
         reach("settled")
