@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from onecopy.planner.formulas.recovery import lost_seconds_with_copies
@@ -201,7 +202,7 @@ def parts_of(ended: Ended) -> list[dict[str, float]]:
         own = [repair for repair in after if abs(repair["settled"] - first) < 0.2]
         times = [at, *(max(repair[key] for repair in own) for key in ("began", "met", "settled", "stepped"))]
         names = ("noticed", "met", "states moved", "step redone")
-        parts = {part: end - start for part, start, end in zip(names, times, times[1:], strict=True)}
+        parts = {part: end - start for part, (start, end) in zip(names, pairwise(times), strict=True)}
         found.append(parts | {"in all": times[-1] - times[0]})
     return found
 

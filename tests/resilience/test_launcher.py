@@ -51,6 +51,8 @@ for _ in run.attempts():
         run.save()
 with torch.no_grad(), onecopy.gathered(model):
     (folder / f"result-{rank}.json").write_text(json.dumps([run.steps, model.weight.tolist()]))
+if how == "late" and rank == 1 and once("late"):
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -100,6 +102,12 @@ def test_a_bug_ends_the_job_after_the_limit_with_its_traceback(tmp_path: Path) -
     assert (code, found) == (1, [])
     assert "the 3rd loss within an hour: giving up. The last traceback:\nTraceback" in said
     assert said.rstrip().endswith("ValueError: a bug in the script")
+
+
+def test_a_rank_that_is_lost_after_the_last_step_ends_the_job_and_nothing_hangs(tmp_path: Path) -> None:
+    code, said, found = _run(tmp_path, "late")
+    assert (code, len(found)) == (1, 2), said
+    assert "others had come to the end of the script" in said
 
 
 def test_a_script_that_refuses_its_arguments_is_not_started_again(tmp_path: Path) -> None:

@@ -74,6 +74,11 @@ def headline(run: Run) -> str:
         parts.append(f"{run.steps[-1]['step']} steps")
     if found.get("interrupted"):
         parts.append("stopped by a signal")
+    if run.repairs:
+        lost = sum(number(repair.get("seconds")) or 0.0 for repair in run.repairs)
+        steps = ", ".join(str(repair["step"]) for repair in run.repairs[:10])
+        more = f" and {len(run.repairs) - 10} more" if len(run.repairs) > 10 else ""
+        parts.append(f"lost ranks came back before steps {steps}{more}, which took {lost:.2f} s")
     return ", ".join(parts)
 
 

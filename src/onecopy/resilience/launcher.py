@@ -34,6 +34,9 @@ USAGE: Final = 2
 
 _HOST: Final = "127.0.0.1"
 _A_LOOK: Final = 0.01
+_A_LONG_LOOK: Final = 0.05
+"""Seconds between two looks at the store, while ranks meet and while they train; an end is told of at once."""
+
 _HOUR: Final = 3600.0
 _ASKS: Final = 10
 """Meetings that may fail for each loss that the limit allows."""
@@ -156,7 +159,7 @@ class Launcher:
 
     def _look(self) -> int | None:
         """Wait a moment for something to happen. Returns the job's exit code once it is over."""
-        answers = self._forks.answers(_A_LOOK)
+        answers = self._forks.answers(_A_LONG_LOOK if self._is_met else _A_LOOK)
         if answers is None:
             self._say("the process that starts ranks has ended")
             return 1
@@ -168,6 +171,9 @@ class Launcher:
                 self._ended(answer["process"], answer["code"])
         if len(self._finished) == len(self._members):
             return max(self._codes[name] for name in self._members)
+        if self._finished and set(self._members) - self._finished <= self._new:
+            self._say("a rank was lost when the others had come to the end of the script")
+            return 1
         if self._signalled:
             return self._stop()
         self._look_at_meeting()
@@ -208,6 +214,7 @@ class Launcher:
         new = self._spares.pop(0) if self._spares else self._start()
         self._say(f"{what}; {'a spare' if self._job.spares else 'another process'} takes its place")
         self._members[rank] = new
+        self._new.add(new)
         self._publish()
         self._store.set(f"place/{new}", str(self._generation))
         if self._job.spares:
@@ -247,6 +254,7 @@ class Launcher:
             return
         if self._is_met or self._store.add(f"here/{number}", 0) == len(self._members):
             self._is_met = True
+            self._new.clear()
         elif time.monotonic() - self._published > self._job.arrival:
             for rank, name in enumerate(self._members):
                 if not self._store.check([f"here/{number}/{name}"]):

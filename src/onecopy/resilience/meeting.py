@@ -53,20 +53,20 @@ def join(timeout: float = 300.0) -> None:
         RuntimeError: if a rank ends before training has begun.
     """
     limit = timedelta(seconds=timeout)
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.accelerator.current_accelerator(check_available=True)
     backend = dist.get_default_backend_for_device(device or torch.device("cpu"))
     _limit[:], _backend[:] = [limit], [backend]
     member = membership()
     if member is None:
         if "RANK" in os.environ and not dist.is_initialized():
+            _choose_device()
             dist.init_process_group(backend, timeout=limit)
         return
     generation = member.await_place()
     rank = generation.members.index(member.process)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(len(generation.members)), "LOCAL_WORLD_SIZE": str(len(generation.members))}
+    _choose_device()
     if generation.fresh:
         member.now = generation
         if not member.come(generation):
@@ -77,6 +77,11 @@ def join(timeout: float = 300.0) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=len(generation.members), store=FakeStore())
+
+
+def _choose_device() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def leave() -> None:
