@@ -219,6 +219,10 @@ def test_what_a_run_cannot_bring_back_is_refused_in_words() -> Forked:
         cases: list[tuple[type[Exception], Callable[[], object]]] = [
             (SettingsError, lambda: onecopy.resilient(model, torch.optim.SGD(model.parameters(), lr=1e-3))),
         ]
+        matrices = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+        muon = torch.optim.Muon(matrices.parameters(), lr=1e-3)
+        onecopy.shard(matrices, 3, mirror=True, optimizer=muon)
+        cases.append((SettingsError, lambda: onecopy.resilient(matrices, muon)))
         other, optimizer = _make(rank, OPTIMIZERS["SGD"], stage=3, mirror=True)
         cases += [
             (SettingsError, lambda: onecopy.resilient(other, optimizer, save_every=3)),
@@ -235,8 +239,9 @@ def test_what_a_run_cannot_bring_back_is_refused_in_words() -> Forked:
             optimizer.step()
         return [*found, str(raised.value)]
 
-    ignored, saves, counter, average, step, plain = (yield On(2, run))[0]
+    ignored, whole, saves, counter, average, step, plain = (yield On(2, run))[0]
     assert "is not a slice of the sharded model" in ignored
+    assert "lie whole in one rank's slice" in whole
     assert "save_every= needs checkpoints=" in saves
     assert "must have state_dict() and load_state_dict(), or be a dict; found int" in counter
     assert "holds slices" in average

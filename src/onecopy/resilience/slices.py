@@ -132,7 +132,7 @@ class Mirror(Slices):
         made: dict[int, nn.Parameter] = {}
         self._by_bucket: list[list[nn.Parameter]] = []
         for bucket in engine.buckets:
-            master = torch.zeros(bucket.layout.slice_numel, dtype=bucket.dtypes.master, device=bucket.device)
+            master = torch.zeros(bucket.layout.lengths[place], dtype=bucket.dtypes.master, device=bucket.device)
             masters.append(master)
             mirrored = _mirror_parameters(bucket, master, place)
             if bucket.trainable:
@@ -158,7 +158,7 @@ class Mirror(Slices):
         for bucket, parameters, dtypes in zip(self._trainable, self._by_bucket, present, strict=True):
             if (dtype := next((d for d in dtypes if d is not None), None)) is None:
                 continue
-            flat = torch.empty(bucket.layout.slice_numel, dtype=dtype, device=bucket.device)
+            flat = torch.empty(bucket.layout.lengths[self.place], dtype=dtype, device=bucket.device)
             self.gradients.append(flat)
             segments = bucket.layout.segments(self.place)
             for parameter, segment, has in zip(parameters, segments, dtypes, strict=True):
@@ -219,7 +219,7 @@ def _flat_gradient(bucket: Bucket, dtype: torch.dtype) -> Tensor:
         for entry, segment in zip(bucket.entries, bucket.segments, strict=True)
         if isinstance(entry.sliced.grad, SlicedTensor) and segment.numel
     ]
-    numel = bucket.layout.slice_numel
+    numel = bucket.slice_numel
     if placed:
         start, first = placed[0]
         base, offset = first.untyped_storage().data_ptr(), first.storage_offset() - start
