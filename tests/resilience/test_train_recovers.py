@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from jobs import SMALL, run_job
+from onecopy.report.run import read_run as read_report
+from onecopy.report.tables import headline
 from onecopy.sharding.model import discover
 from train_runs import environment, read_lines, read_run, wait_until
 
@@ -66,6 +68,8 @@ def test_two_lost_ranks_change_no_loss_of_a_training(tmp_path: Path, monkeypatch
     assert len(found) == len(losses)
     assert {(record["kind"], record["step"]): record["loss"] for record in found} == losses
     repairs = [record for record in records if record["kind"] == "recovery"]
-    assert [record["ranks"] for record in repairs] == [1.0, 1.0]
+    assert [record["ranks"] for record in repairs] == [1.0, 1.0], output
+    steps = ", ".join(str(record["step"]) for record in repairs)
+    assert f"lost ranks came back before steps {steps}, which took" in headline(read_report(directory))
     assert summary["steps"] == STEPS
     assert not summary["interrupted"]

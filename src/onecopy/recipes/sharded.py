@@ -41,6 +41,7 @@ def shard_as(config: Config, world: World, model: nn.Module) -> nn.Module:
         bucket_bytes=parallel.bucket_bytes or None,
         defragment=parallel.defragment,
         offload=offload_of(config),
+        mirror=config.recovery.mirror,
         whole=hidden_matrices(model) if config.optimizer.optimizer == "muon" else None,
     )
 
