@@ -24,6 +24,7 @@ from markupsafe import escape
 import compare
 import ledger_cost
 import memory
+import muon
 import offload
 import overhead
 import retake
@@ -346,3 +347,15 @@ def test_the_offload_benchmark_moves_the_bytes_of_adam(tmp_path: Path) -> None:
     assert found["pool bytes"] <= 3 * 16 * offload.WIDTH**2
     assert found["throughput"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_peers_muon_is_torchs() -> None:
+    """What fully_shard's entrant does to a gathered update. Oracle: torch.optim.Muon's first step without momentum."""
+    for shape in ((24, 8), (8, 24), (16, 16)):
+        matrix = torch.nn.Parameter(torch.zeros(shape))
+        matrix.grad = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+        torch.optim.Muon([matrix], lr=1.0, weight_decay=0.0, momentum=0.0).step()
+        scale = max(1.0, shape[0] / shape[1]) ** 0.5
+        torch.testing.assert_close(matrix.detach(), -scale * muon.newton_schulz(matrix.grad).float(), atol=2e-2, rtol=0)
+    assert set(muon.PEERS) < set(muon.SYSTEMS)
+    assert muon.ADAMW in muon.SYSTEMS
