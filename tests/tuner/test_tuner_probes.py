@@ -119,6 +119,31 @@ def test_nothing_is_left_of_probes(crew: Local) -> None:
     assert Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() == ""
 
 
+# --- a user's functions
+
+
+def test_a_batch_function_that_makes_other_samples_fails_before_any_probe() -> None:
+    with pytest.raises(SettingsError, match=r"batches\(1\) must make 1 samples.* found 2"):
+        tune(build, one_too_many, global_batch=8, machine=MACHINE)
+    with pytest.raises(SettingsError, match=r"must return a dict.* found list"):
+        tune(build, no_batch, global_batch=8, machine=MACHINE)
+
+
+def test_a_batch_function_that_fails_in_probes_ends_the_search_with_its_error(crew: Local) -> None:
+    wanted = Wanted(6, Space(micro_batch=(3,)), machine=MACHINE, calibrate=False, length=SHORT)
+    with pytest.raises(SettingsError, match=r"the batch cannot be made in a probe: OSError: no such file") as raised:
+        search_for(Faulty(build, batches), wanted, crew=crew)
+    assert "tuned_loops.py" in str(raised.value)
+
+
+def test_functions_that_no_other_process_can_find_are_refused() -> None:
+    with pytest.raises(SettingsError, match="must stand at the top of a module"):
+        Host(OwnLoop(lambda: build(), batches), 1)
+
+
+# --- the end of a host
+
+
 def test_a_host_that_dies_is_replaced(crew: Local) -> None:
     process = crew._host._process
     assert process is not None
@@ -150,28 +175,6 @@ def _wait(happened: Callable[[], bool], seconds: float = 20.0) -> None:
     while not happened():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.01)
-
-
-# --- a user's functions
-
-
-def test_a_batch_function_that_makes_other_samples_fails_before_any_probe() -> None:
-    with pytest.raises(SettingsError, match=r"batches\(1\) must make 1 samples.* found 2"):
-        tune(build, one_too_many, global_batch=8, machine=MACHINE)
-    with pytest.raises(SettingsError, match=r"must return a dict.* found list"):
-        tune(build, no_batch, global_batch=8, machine=MACHINE)
-
-
-def test_a_batch_function_that_fails_in_probes_ends_the_search_with_its_error(crew: Local) -> None:
-    wanted = Wanted(6, Space(micro_batch=(3,)), machine=MACHINE, calibrate=False, length=SHORT)
-    with pytest.raises(SettingsError, match=r"the batch cannot be made in a probe: OSError: no such file") as raised:
-        search_for(Faulty(build, batches), wanted, crew=crew)
-    assert "tuned_loops.py" in str(raised.value)
-
-
-def test_functions_that_no_other_process_can_find_are_refused() -> None:
-    with pytest.raises(SettingsError, match="must stand at the top of a module"):
-        Host(OwnLoop(lambda: build(), batches), 1)
 
 
 # --- control groups
