@@ -90,8 +90,11 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
-def start(built: Path, devices: int) -> Any:
+def start(built: Path, devices: int, *, alone: bool = False) -> Any:
     """Register ``devices`` devices with torch, in this process and for the rest of its life.
+
+    Args:
+        alone: there are no other ranks, whatever the size of a group (`rehearse.py`).
 
     Returns:
         The module of `device/module.cpp`.
@@ -116,11 +119,13 @@ def start(built: Path, devices: int) -> Any:
         rank, size = options.group_rank, options.group_size
         ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
         if ranks not in groups:
-            groups[ranks] = dist.ProcessGroupGloo(options.store, rank, size, options.timeout), count()
+            gloo = None if alone else dist.ProcessGroupGloo(options.store, rank, size, options.timeout)
+            groups[ranks] = gloo, count()
         gloo, numbers = groups[ranks]
         return device.make_group(gloo, rank, size, next(numbers), options.timeout.total_seconds())
 
-    dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=[NAME])
+    kinds = [NAME, "cpu"] if alone else [NAME]
+    dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=kinds)
     return device
 
 

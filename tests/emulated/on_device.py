@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import accelerator
+from onecopy.sharding.engine import engine
 from ranks import GROUP_TIMEOUT, run_ranks
 
 Device = Any
@@ -64,6 +65,8 @@ def run_on_device(
 
     def join(rank: int, size: int, store: Path, group_timeout: float) -> None:
         global _device
+        # All of a test's model may be gathered ahead by default, and then nothing is released before backward.
+        engine.PREFETCH_BYTES = 0
         _device = accelerator.start(built, size)
         torch.accelerator.set_device_index(rank)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

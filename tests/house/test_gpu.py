@@ -55,7 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
 def test_training_equals_one_process(case: str, num_ranks: int) -> None:
     def run(rank: int, device: torch.device) -> None:
         for stage in (0, 1, 2, 3):
-            trains_like_one_process(rank, device, num_ranks, stage=stage, rows=24 * num_ranks, **CASES[case])
+            trains_like_one_process(
+                rank, device, num_ranks, stage=stage, rows=24 * num_ranks, prefetch_bytes=0, **CASES[case]
+            )
 
     run_on_gpus(num_ranks, run)
 

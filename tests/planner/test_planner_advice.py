@@ -140,7 +140,12 @@ def test_hybrid_sharding_is_looked_at_on_several_nodes() -> None:
 def test_partitioned_checkpoints_ask_for_tensor_parallelism() -> None:
     kinds = {o.checkpointing for o in options(JOB, EIGHT, Wishes(tensor=1))}
     assert kinds == {"off", "units", "units+cpu"}
-    assert {o.checkpointing for o in options(JOB, EIGHT, Wishes(tensor=2))} == {"off", "units", "P_a", "P_a+cpu"}
+    # Blocks cut along the sequence keep parts of their inputs as they are; P_a is for those that are not.
+    along = list(options(JOB, EIGHT, Wishes(tensor=2)))
+    assert {o.checkpointing for o in along} == {"off", "units", "units+cpu"}
+    assert all(o.sequence for o in along)
+    partitioned = list(options(JOB, EIGHT, Wishes(tensor=2, checkpointing="P_a")))
+    assert {(o.checkpointing, o.sequence) for o in partitioned} == {("P_a", False)}
     with pytest.raises(SettingsError, match="P_a cuts checkpoints over tensor-parallel ranks"):
         list(options(JOB, EIGHT, Wishes(tensor=1, checkpointing="P_a")))
 
@@ -200,13 +205,14 @@ def test_activations_over_four_tensor_ranks(checkpointing: Any, kept: float, sen
     assert found.seconds.tensor > 0
 
 
-def test_partitioned_checkpoints_are_recommended_where_they_help() -> None:
+def test_cut_checkpoints_are_recommended_where_they_help() -> None:
     """Two trillion parameters on 1,024 GPUs: without a tensor axis the units alone are too large."""
     job, machine = Job(from_count(2e12), 2048), Machine(1024, gpu_of("h100"), nodes=128)
     assert advise(job, machine, Wishes(global_batch=4096, tensor=1, stage=3)).best is None
     best = advise(job, machine, Wishes(global_batch=4096, stage=3)).best
     assert best is not None
-    assert best.option.checkpointing.startswith("P_a")
+    assert best.option.sequence
+    assert best.option.tensor > 1
     on_device = advise(job, machine, Wishes(global_batch=4096, stage=3, checkpointing="P_a")).best
     assert on_device is not None
     assert on_device.option.tensor > 1

@@ -17,6 +17,7 @@ from onecopy.planner.formulas.traffic import step_elements
 from onecopy.planner.machine.machine import Machine, gpu_of
 from onecopy.planner.model.schedule import Schedule, Unit
 from onecopy.planner.model.shape import from_count, from_sizes
+from onecopy.sharding.engine import order
 from onecopy.sharding.tensor.precision import PIECE_NUMEL
 
 SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
@@ -223,7 +224,7 @@ def test_buffers() -> None:
     assert buffers.staging_bytes(8 << 20, 8, 2, native=True) == 2 * 9 * 2 * 2**20
     assert buffers.staging_bytes(8 << 20, 8, 4, native=True, casts=False) == 2 * 8 * 4 * 2**20
     assert buffers.staging_bytes(8 << 20, 8, 2, native=True, all_reduces=True) == 2 * 8 * 2 * 2**20
-    assert (buffers.staging_limit(native=False), buffers.staging_limit(native=True)) == (8 * 2**20, 2**29)
+    assert (buffers.staging_limit(native=False), buffers.staging_limit(native=True)) == (8 * 2**20, 2**32)
 
 
 # --- time
@@ -347,6 +348,7 @@ def test_links_of_a_machine() -> None:
 def test_what_formulas_repeat_of_the_engine_is_what_the_engine_has() -> None:
     """They import no torch, so two constants stand twice."""
     assert {"cpu": staging.CPU_BYTES, "accelerator": staging.ACCELERATOR_BYTES} == buffers.STAGING_BYTES
+    assert order.PREFETCH_BYTES == buffers.PREFETCH_BYTES
     assert buffers.WIDENED_BYTES == 4 * PIECE_NUMEL
 
 

@@ -49,9 +49,9 @@ def rows(width: int) -> Callable[[], tuple[torch.Tensor]]:
     return lambda: (torch.zeros(1, width),)
 
 
-# Of 8192, blocks are larger than a communication buffer of a GPU (256 MiB).
-LARGE, EVEN, FALLING = (partial(Wide, 8192), partial(Wide, 1024, (2.0,) * 4), partial(Wide, 1024, (3.0, 1.0, 0.5)))
-LARGE_FALLING = partial(Wide, 8192, (3.0, 1.0, 0.5))
+# Of 16384, blocks are larger than a communication buffer of a GPU (2 GiB).
+LARGE, EVEN, FALLING = (partial(Wide, 16384), partial(Wide, 1024, (2.0,) * 4), partial(Wide, 1024, (3.0, 1.0, 0.5)))
+LARGE_FALLING, LARGE_RISING = (partial(Wide, 16384, widths) for widths in ((3.0, 1.0, 0.5), (0.5, 1.0, 3.0)))
 FP32 = Widths.of("fp32")
 
 # As few as notice what more of them would: found by asking of 190 settings which notice which change.
@@ -62,23 +62,29 @@ SETTINGS: list[tuple[Callable[[], Any], Callable[[], Any], Schedule]] = [
     (gpt2, tokens, Schedule(2, 2, micro_batches=2)),
     *((with_adapters, tokens, Schedule(stage, 8)) for stage in (0, 3)),
     *((with_adapters, tokens, Schedule(stage, ranks, widths=FP32)) for stage, ranks in ((1, 1), (3, 8))),
-    (LARGE, rows(8192), Schedule(0, 8, micro_batches=3)),
-    (LARGE, rows(8192), Schedule(1, 2, micro_batches=2)),
-    (LARGE, rows(8192), Schedule(3, 8, micro_batches=2)),
-    (LARGE_FALLING, rows(8192), Schedule(1, 8, micro_batches=2)),
+    (LARGE, rows(16384), Schedule(0, 8, micro_batches=3)),
+    (LARGE, rows(16384), Schedule(1, 2, micro_batches=2)),
+    (LARGE, rows(16384), Schedule(3, 8, micro_batches=2)),
+    (LARGE_FALLING, rows(16384), Schedule(1, 8, micro_batches=2)),
+    *((LARGE_RISING, rows(16384), Schedule(stage, 8, micro_batches=2)) for stage in (1, 2)),
     (FALLING, rows(1024), Schedule(0, 8, micro_batches=3)),
+    (EVEN, rows(1024), Schedule(0, 8)),
     *((FALLING, rows(1024), Schedule(1, ranks, widths=FP32)) for ranks in (1, 8)),
     (EVEN, rows(1024), Schedule(2, 8, micro_batches=3)),
     *((EVEN, rows(1024), Schedule(3, 2, micro_batches=g)) for g in (1, 2)),
+    # Of its blocks, 8 MB each, two may be ahead.
+    (EVEN, rows(1024), Schedule(3, 8, prefetch_bytes=20 * 10**6)),
 ]
 
 UNNOTICED = {
     "plan.optimizer_tensors": "what is simulated is AdamW",
+    "plan.native": "accelerators are simulated: test_planner_simulate.py has gloo on CPU ranks",
     "plan.slices > 1": "through how many rows gloo sends: test_planner_simulate.py has that on CPU ranks",
     "checkpoint": "test_checkpoints_are_simulated has that by hand",
     "unit.working": "the meter does not see what a block recomputes",
     "optimizer_temporaries": "the meter counts none",
     "names[k]": "units inside of units come from units= alone",
+    "sliced + becoming → becoming": "the root comes after it, beside as many slices",
     "carries and": "kept gradients go as slices come, so the highest moment is earlier",
 }
 """Pieces of the schedule that cannot be noticed here, and why."""

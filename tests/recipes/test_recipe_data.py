@@ -88,7 +88,7 @@ def test_without_files_it_is_the_documentation_of_python() -> None:
     "name, content, words",
     [
         ("x.csv", "a,b", "must end in .txt, .jsonl, .parquet"),
-        ("x.jsonl", '{"body": "a"}', "has no text in 'text' but fields ['body']; set data.text_field"),
+        ("x.jsonl", '{"body": "a"}', "has no text in field 'text', but fields ['body']; set data.text_field"),
         ("x.jsonl", '{"text": "a"}\n{"text": 3}', "x.jsonl:2 has no text"),
         ("x.jsonl", '{"text": ', "x.jsonl:1 is not a line of JSON"),
         ("x.parquet", "nonsense", "is not a Parquet file"),

@@ -28,6 +28,7 @@ from onecopy.comm.backends import (
 from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.direct_exchange import point_to_point
 from onecopy.comm.monitor import Monitor, monitor_of
+from onecopy.comm.native_calls import NativeCalls
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
 from onecopy.comm.presence import leave, met, presence_of
@@ -241,6 +242,12 @@ class Axis:
             ) from error
         return objects
 
+    def queues_on(self, device: torch.device) -> bool:
+        """Whether the backend itself carries out collectives of ``device``, in the order in which they are issued."""
+        if self._peers is None or device.type == "meta":
+            return False
+        return isinstance(self._transport_on(device), NativeCalls)
+
     @property
     def control_device(self) -> torch.device:
         """Where a control message that belongs to no parameter is to be made."""
@@ -249,17 +256,23 @@ class Axis:
         return own_device(self._peers.group)
 
     def _peers_for(self, tensor: Tensor) -> Peers:
+        return self._peers_on(tensor.device)
+
+    def _peers_on(self, device: torch.device) -> Peers:
         assert self._peers is not None
-        return self._control if tensor.is_cpu and self._control is not None else self._peers
+        return self._control if device.type == "cpu" and self._control is not None else self._peers
 
     def _peers_to_reduce(self, tensor: Tensor) -> Peers:
         return self._peers_for(tensor) if tensor.is_cpu or self._reducing is None else self._reducing
 
     def _transport(self, tensor: Tensor) -> Transport:
-        transport = self._transports.get(tensor.device)
+        return self._transport_on(tensor.device)
+
+    def _transport_on(self, device: torch.device) -> Transport:
+        transport = self._transports.get(device)
         if transport is None:
-            transport = transport_for(self._peers_for(tensor).group, tensor.device, self._staging)
-            self._transports[tensor.device] = transport
+            transport = transport_for(self._peers_on(device).group, device, self._staging)
+            self._transports[device] = transport
         return transport
 
     def _fraction(self, whole: Tensor, lengths: Lengths = None) -> int:

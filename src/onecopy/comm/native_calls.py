@@ -78,7 +78,7 @@ class NativeCalls:
             return
         # Sums are taken where they stay, or in a row of their own where they are of another dtype.
         casts = out.dtype != outgoing.dtype
-        with self._staging.borrow(peers.size + casts, out.numel(), outgoing.dtype, out.device) as loan:
+        with self._staging.borrow(peers.size + casts, out.numel(), outgoing.dtype, out.device, keeps=False) as loan:
 
             def post(number: int) -> Exchanged:
                 own, (start, stop) = loan.piece(number), loan.pieces[number]
@@ -100,7 +100,7 @@ class NativeCalls:
         """As `reduce_scatter`: one group of reduces for each piece, to each rank its part of the piece."""
         size, rank = peers.size, peers.rank
         casts = out.dtype != outgoing.dtype
-        with self._staging.borrow_ragged(lengths, int(casts), outgoing.dtype, out.device) as loan:
+        with self._staging.borrow_ragged(lengths, int(casts), outgoing.dtype, out.device, keeps=False) as loan:
 
             def post(number: int) -> Exchanged:
                 rows, (start, stop) = loan.rows(number), loan.span(rank, number)
@@ -118,7 +118,7 @@ class NativeCalls:
             out.div_(size)
 
     def all_reduce(self, peers: Peers, outgoing: Outgoing, out: Tensor, tag: int) -> Program:
-        with self._staging.borrow(1, out.numel(), outgoing.dtype, out.device) as loan:
+        with self._staging.borrow(1, out.numel(), outgoing.dtype, out.device, keeps=False) as loan:
 
             def post(number: int) -> Exchanged:
                 (piece,) = loan.piece(number)

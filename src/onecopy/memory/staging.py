@@ -1,7 +1,9 @@
 """Staging: communication buffers whose size is bounded by a constant, not by the model (ZeRO §6.2, C_B).
 
-A collective borrows one for what it sends and what it sums. Buffers lie in a region of the arena of their own, are kept
-and lent again, so a steady training loop allocates none. The bound is an upper one: a small model gets small buffers.
+A collective borrows one for what it sends and what it sums. Between the CPU's ranks buffers lie in a region of the
+arena of their own, are kept and lent again, so a steady training loop allocates none. On accelerators they go back to
+PyTorch's allocator, which keeps memory itself: activations have it while nothing is sent. The bound is an upper one: a
+small model gets small buffers.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from onecopy.memory.arena import Arena
 CPU_BYTES: Final = 4 * 2**20
 """Most bytes of one buffer on the CPU: in whole steps as fast as larger ones where ranks read each other's memory."""
 
-ACCELERATOR_BYTES: Final = 256 * 2**20
-"""Elsewhere: a transformer layer of a 3B model goes in one piece. Not measured. There a third piece has the stream
-that computes wait for the first, which costs more than on the CPU."""
+ACCELERATOR_BYTES: Final = 2 * 2**30
+"""Elsewhere: the embedding of an 8B model goes in one piece. There a third piece has the stream that computes wait for
+the first: with 256 MiB a fifth of an 8B model's step is lost (docs/accelerators.md)."""
 
 
 def default_bytes(device: torch.device) -> int:
@@ -169,17 +171,21 @@ class Staging:
         self._plans: dict[tuple[int, int, torch.dtype, torch.device], _Plan] = {}
         self._ragged: dict[tuple[tuple[int, ...], int, torch.dtype, torch.device], _RaggedPlan] = {}
 
-    def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
-        """A buffer for pieces of ``rows`` slices of ``numel`` elements; at least 16 bytes of each in a piece."""
+    def borrow(self, rows: int, numel: int, dtype: torch.dtype, device: torch.device, *, keeps: bool = True) -> Loan:
+        """A buffer for pieces of ``rows`` slices of ``numel`` elements; at least 16 bytes of each in a piece.
+
+        Args:
+            keeps: whether the buffer is to be lent again; else its memory goes at the end of the loan.
+        """
         key = rows, numel, dtype, device
         plan = self._plans.get(key)
         if plan is None:
             limit = default_bytes(device) if self._limit is None else self._limit
             plan = self._plans[key] = _Plan(rows, numel, dtype, limit)
-        return Loan(plan, self._take(plan.nbytes, device), self._give_back)
+        return Loan(plan, *self._take(plan.nbytes, device, keeps))
 
     def borrow_ragged(
-        self, lengths: tuple[int, ...], more: int, dtype: torch.dtype, device: torch.device
+        self, lengths: tuple[int, ...], more: int, dtype: torch.dtype, device: torch.device, *, keeps: bool = True
     ) -> RaggedLoan:
         """A buffer for pieces of slices of ``lengths`` elements, and ``more`` rows as long as the longest one's."""
         key = lengths, more, dtype, device
@@ -187,9 +193,13 @@ class Staging:
         if plan is None:
             limit = default_bytes(device) if self._limit is None else self._limit
             plan = self._ragged[key] = _RaggedPlan(lengths, more, dtype, limit)
-        return RaggedLoan(plan, self._take(plan.nbytes, device), self._give_back)
+        return RaggedLoan(plan, *self._take(plan.nbytes, device, keeps))
 
-    def _take(self, nbytes: int, device: torch.device) -> Tensor:
+    def _take(self, nbytes: int, device: torch.device, keeps: bool) -> tuple[Tensor, Callable[[Tensor], None]]:
+        """Memory, and what gives it back."""
+        if not keeps:
+            self._count(nbytes)
+            return torch.empty(nbytes, dtype=torch.uint8, device=device), self._let_go
         shelf = self._shelves[device]
         if nbytes > shelf.nbytes:
             # Smaller ones would not be lent again once the largest unit has been seen.
@@ -197,7 +207,7 @@ class Staging:
                 self._count(-shelf.idle.pop().nbytes)
             shelf.nbytes = nbytes
             shelf.idle = [self._make(nbytes, device) for _ in range(_LOANS)]
-        return shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device)
+        return shelf.idle.pop() if shelf.idle else self._make(shelf.nbytes, device), self._give_back
 
     def _give_back(self, buffer: Tensor) -> None:
         shelf = self._shelves[buffer.device]
@@ -205,6 +215,9 @@ class Staging:
             shelf.idle.append(buffer)
         else:
             self._count(-buffer.nbytes)
+
+    def _let_go(self, buffer: Tensor) -> None:
+        self._count(-buffer.nbytes)
 
     def _make(self, nbytes: int, device: torch.device) -> Tensor:
         self._count(nbytes)

@@ -94,7 +94,7 @@ class Parallel(Section):
     )
     prefetch: int = Field(default=1, ge=0, description="How many units to gather ahead of the one that computes.")
     bucket_bytes: int = Field(
-        default=0, ge=0, description="Most bytes of one communication buffer; 0: 4 MiB on the CPU, 256 MiB elsewhere."
+        default=0, ge=0, description="Most bytes of one communication buffer; 0: 4 MiB on the CPU, 2 GiB elsewhere."
     )
     units: str = Field(
         default="auto",

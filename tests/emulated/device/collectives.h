@@ -1,4 +1,6 @@
 // Collectives: what NCCL's process group does with streams, over gloo.
+// In a rehearsal there is one rank, and for the CPU's tensors, which are control messages, every other one has what it
+// has; those of the device go to nobody.
 //
 // A collective that is asked for with async_op runs on a stream of the group's own, which first waits for the caller's;
 // Work.wait() has the caller's stream wait for it, and the host for nothing. Until then the group holds the tensors. One
@@ -43,8 +45,14 @@ inline std::vector<Issued>& issued() {
 
 class Underway final : public c10d::Work {
  public:
-  Underway(c10d::OpType type, std::string operation, int device, Clock done, Tensors held, Tensors results)
-      : Work(-1, type), operation_(std::move(operation)), device_(device), done_(std::move(done)), held_(std::move(held)) {
+  Underway(c10d::OpType type, std::string operation, int device, Clock done, size_t place, Tensors held,
+           Tensors results)
+      : Work(-1, type),
+        operation_(std::move(operation)),
+        device_(device),
+        done_(std::move(done)),
+        place_(place),
+        held_(std::move(held)) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                        std::vector<c10::Device>{device_at(device)});
     future_->markCompleted(c10::IValue(results));  // by an event of the stream that is current
@@ -55,6 +63,7 @@ class Underway final : public c10d::Work {
     if (!is_ordered("wait for " + operation_)) return;
     Lock lock(clocks().mutex);
     clocks().of[current_agent(device_)].join(done_);
+    if (rehearses()) ask_for({.what = "wait for collective", .agent = current_agent(device_), .other = place_});
     held_.clear();
   }
   bool wait(std::chrono::milliseconds) override {
@@ -67,8 +76,17 @@ class Underway final : public c10d::Work {
   std::string operation_;
   int device_;
   Clock done_;
+  size_t place_;  // in a rehearsal
   Tensors held_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// What is done when it is returned.
+class Done final : public c10d::Work {
+ public:
+  bool isCompleted() override { return true; }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds) override { return true; }
 };
 
 class Group final : public c10d::Backend {
@@ -190,6 +208,7 @@ class Group final : public c10d::Backend {
   Tensors everyones(const Tensor& own, const std::string& operation) {
     at::AutoDispatchBelowAutograd below;
     auto text = "group " + std::to_string(number_) + ": " + operation + " of " + std::to_string(own.nbytes()) + " bytes of " + toString(own.scalar_type());
+    if (rehearses()) return Tensors(size_, own);
     auto head = at::full({1}, static_cast<int64_t>(std::hash<std::string>{}(text)), at::kLong);
     for (auto& other : exchange(head))
       if (!other.equal(head)) throw Unlike();
@@ -226,6 +245,10 @@ class Group final : public c10d::Backend {
                 const std::function<void()>& act) {
     Tensors all(ins);
     all.insert(all.end(), outs.begin(), outs.end());
+    if (rehearses() && !is_ours(all.at(0))) {
+      act();
+      return c10::make_intrusive<Done>();
+    }
     for (auto& tensor : all) {
       TORCH_CHECK(is_ours(tensor), "No backend type associated with device type ", tensor.device());
       TORCH_CHECK(tensor.is_contiguous(), "Tensors must be contiguous");
@@ -239,18 +262,19 @@ class Group final : public c10d::Backend {
       bool again = std::any_of(all.begin(), all.begin() + i, [&](const Tensor& other) { return other.is_same(tensor); });
       if (again) continue;
       bytes += tensor.nbytes();
-      if (tensor.nbytes() >= kShort && reinterpret_cast<uintptr_t>(Launch::bytes_of(tensor).first) % kAlignment)
+      if (!rehearses() && tensor.nbytes() >= kShort && reinterpret_cast<uintptr_t>(Launch::bytes_of(tensor).first) % kAlignment)
         report("alignment: " + kernel.name() + " is given an address that is no multiple of 16 bytes");
     }
     for (auto& tensor : ins) kernel.reads(tensor);
     for (auto& tensor : outs) kernel.writes(tensor);
+    if (rehearses()) write_down(kernel.place(), caller, ins, outs);
     Clock done;
     {
       Lock lock(clocks().mutex);
       done = clocks().of[agent];
       issued().push_back({operation, kernel.name(), bytes, agent, kernel.when(), done});
     }
-    {
+    if (!rehearses()) {
       std::optional<py::gil_scoped_release> others_may_run;
       if (PyGILState_Check()) others_may_run.emplace();
       try {
@@ -264,9 +288,24 @@ class Group final : public c10d::Backend {
     if (!async) all.clear();
     c10::Stream caller_stream = Streams().getStream(device_at(device));
     if (async) Streams().exchangeStream(streams_.at(device));
-    auto work = c10::make_intrusive<Underway>(type, operation, device, std::move(done), std::move(all), outs);
+    auto work = c10::make_intrusive<Underway>(type, operation, device, std::move(done), kernel.place(), std::move(all), outs);
     Streams().exchangeStream(caller_stream);
     return work;
+  }
+  void write_down(size_t place, Agent caller, const Tensors& ins, const Tensors& outs) {
+    size_t into = 0, out_of = 0;
+    for (auto& tensor : ins) into += tensor.nbytes();
+    for (auto& tensor : outs) out_of += tensor.nbytes();
+    Lock lock(clocks().mutex);
+    auto& asked = rehearsal().asked.at(place);
+    asked.what = "collective";
+    asked.other = caller;
+    asked.group = id_;
+    asked.bytes = std::max(into, out_of);  // of what is whole
+  }
+  static size_t next_id() {
+    static size_t made = 0;
+    return ++made;
   }
   Agent own_stream(int device, Agent caller) {
     Lock lock(clocks().mutex);
@@ -281,6 +320,7 @@ class Group final : public c10d::Backend {
   static constexpr size_t kAlignment = 16, kShort = 64;  // bytes; what is shorter has no fast path to lose
   c10::intrusive_ptr<c10d::Backend> gloo_;
   int number_;  // among the groups of the same ranks
+  size_t id_ = next_id();
   c10::intrusive_ptr<c10d::Backend::Options> options_;
   std::map<int, c10::Stream> streams_;
 };

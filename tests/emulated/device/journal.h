@@ -20,6 +20,7 @@ struct Journal {
   std::vector<std::string> reports, host_waits;
   std::set<std::string> orderings, disregarded;
   bool disregards_all = false;
+  bool is_silent = false;  // in a rehearsal nobody looks for lines
   py::object where;   // () -> the lines of Python that are running, innermost first
   py::object origin;  // () -> the line that an ordering is known by
   bool closing = false;
@@ -47,6 +48,7 @@ inline std::string where() {
 
 // Whether an ordering, called `what`, holds: always, unless a test wants it away.
 inline bool is_ordered(const std::string& what) {
+  if (journal().is_silent) return true;
   auto name = what + " at " + ask(journal().origin);
   Lock lock(clocks().mutex);
   journal().orderings.insert(name);

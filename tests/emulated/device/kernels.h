@@ -39,6 +39,9 @@ inline Tensor alias(const Tensor& tensor, c10::DispatchKey key) {
     storage = c10::Storage(c10::Storage::use_byte_size_t(), inside->nbytes(),
                            at::DataPtr(const_cast<void*>(inside->data()), c10::Device(c10::kCPU)),
                            c10::GetAllocator(c10::kCPU), true);
+  if (key == c10::DispatchKey::Meta)
+    storage = c10::Storage(c10::Storage::use_byte_size_t(), inside->nbytes(),
+                           at::DataPtr(nullptr, c10::Device(c10::kMeta)), c10::GetAllocator(c10::kMeta), true);
   auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   if (tensor.is_conj()) made._set_conj(true);
@@ -46,12 +49,15 @@ inline Tensor alias(const Tensor& tensor, c10::DispatchKey key) {
   return made;
 }
 inline Tensor on_cpu(const Tensor& tensor) { return alias(tensor, c10::DispatchKey::CPU); }
+// A tensor that stands for it in a rehearsal, where shapes alone are asked for.
+inline Tensor on_meta(const Tensor& tensor) { return alias(tensor, c10::DispatchKey::Meta); }
 
 // One kernel, on the stream of `agent`.
 class Launch {
  public:
   Launch(const std::string& operation, Agent agent)
-      : agent_(agent), operation_(operation), name_(operation + " at " + where()) {
+      : agent_(agent), operation_(operation), name_(rehearses() ? operation : operation + " at " + where()) {
+    if (rehearses()) place_ = ask_for({.what = "kernel", .name = operation, .agent = agent, .ours = runs_sharding()});
     Lock lock(clocks().mutex);
     when_ = clocks().launching(agent).tick(agent);
     ++running();
@@ -66,6 +72,8 @@ class Launch {
   void writes(const Tensor& tensor) { touch(tensor, true); }
   const std::string& name() const { return name_; }
   Ticks when() const { return when_; }
+  // Where a rehearsal has written it down.
+  size_t place() const { return place_; }
   // The host waits for the kernel.
   void wait() {
     Clock known;
@@ -90,6 +98,13 @@ class Launch {
   }
   void touch(const Tensor& tensor, bool writes) {
     if (!tensor.numel()) return;
+    if (rehearses()) {
+      Lock lock(clocks().mutex);
+      auto& asked = rehearsal().asked.at(place_);
+      asked.bytes += tensor.nbytes();
+      asked.shapes.push_back(tensor.sizes().vec());
+      return;
+    }
     auto [address, bytes] = bytes_of(tensor);
     Lock lock(clocks().mutex);
     if (Block* block = memory().find(address)) {
@@ -100,6 +115,7 @@ class Launch {
 
   Agent agent_;
   Ticks when_;
+  size_t place_ = 0;
   std::string operation_, name_;
 };
 
@@ -169,7 +185,7 @@ inline Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking)
   Launch kernel(operation, (is_ours(to) ? to : from).device().index());
   kernel.reads(from);
   kernel.writes(to);
-  {
+  if (!rehearses()) {
     at::AutoDispatchBelowAutograd below;
     Tensor target = is_ours(to) ? on_cpu(to) : to;
     target.copy_(is_ours(from) ? on_cpu(from) : from);
@@ -192,7 +208,9 @@ inline void record_stream(Tensor& self, c10::Stream stream) {
 // Plain attention, as the CPU's kernels have it.
 inline int64_t choose_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
                                 std::optional<double>, bool) {
-  return 0;
+  // A rehearsal has the kernel that keeps no scores, as GPUs have.
+  return rehearses() ? static_cast<int64_t>(sdp::SDPBackend::flash_attention)
+                     : static_cast<int64_t>(sdp::SDPBackend::math);
 }
 
 // --- all others
@@ -206,14 +224,14 @@ inline const std::set<std::string>& waiting_operations() {
   return names;
 }
 
-// The tensors of one call: each of the device's, and the CPU's tensor that stands for it.
+// The tensors of one call: each of the device's, and the tensor of the CPU (or meta) that stands for it.
 class Call {
  public:
   Tensor enter(const Tensor& tensor, bool writes, const std::string& operation) {
     if (!is_ours(tensor)) return tensor;
     if (device_ < 0) device_ = tensor.device().index();
     TORCH_CHECK(device_ == tensor.device().index(), "tensors of several devices in ", operation);
-    arguments_.push_back({tensor, on_cpu(tensor), writes});
+    arguments_.push_back({tensor, rehearses() ? on_meta(tensor) : on_cpu(tensor), writes});
     return arguments_.back().stand_in;
   }
   void made_on(int device) { device_ = device; }
@@ -227,7 +245,7 @@ class Call {
     for (auto& argument : arguments_)
       if (argument.writes && argument.own.sizes() != argument.stand_in.sizes()) {
         resize_(argument.own, argument.stand_in.sizes(), std::nullopt);
-        on_cpu(argument.own).copy_(argument.stand_in);
+        if (!rehearses()) on_cpu(argument.own).copy_(argument.stand_in);
         kernel.writes(argument.own);
       }
   }
@@ -236,19 +254,22 @@ class Call {
     for (auto& argument : arguments_)
       if (argument.stand_in.is_same(result)) return argument.own;
     for (auto& argument : arguments_)
-      if (result.has_storage() && result.storage().data() &&
-          argument.stand_in.storage().data() == result.storage().data()) {
+      if (result.has_storage() && shares(argument.stand_in.storage(), result.storage())) {
         Tensor view = alias(argument.own, c10::DispatchKey::PrivateUse1);
         view.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides(), result.storage_offset());
         return view;
       }
     Tensor made = empty_strided(result.sizes(), result.strides(), result.scalar_type(), {}, device_at(device()), {});
-    on_cpu(made).copy_(result);
+    if (!rehearses()) on_cpu(made).copy_(result);
     kernel.writes(made);
     return made;
   }
 
  private:
+  static bool shares(const c10::Storage& one, const c10::Storage& other) {
+    if (rehearses()) return one.unsafeGetStorageImpl() == other.unsafeGetStorageImpl();
+    return other.data() && one.data() == other.data();
+  }
   struct Argument {
     Tensor own, stand_in;
     bool writes;
@@ -279,7 +300,7 @@ inline void run(const c10::OperatorHandle& operation, torch::jit::Stack* stack) 
       value = entered;
     } else if (value.isDevice() && value.toDevice().type() == kDevice) {
       call.made_on(device_or_current(value.toDevice()).index());
-      value = c10::Device(c10::kCPU);
+      value = c10::Device(rehearses() ? c10::kMeta : c10::kCPU);
     }
   }
   Launch kernel(name, call.device());

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "accesses.h"
+#include "rehearsal.h"
 
 namespace emulated {
 
@@ -39,10 +40,14 @@ inline Memory& memory() {
 
 inline void* acquire(size_t bytes, int device, bool pinned) {
   if (!bytes) return nullptr;
-  auto line = where();
+  auto line = rehearses() ? "" : where();
   void* address = nullptr;
-  if (posix_memalign(&address, 512, bytes)) throw std::bad_alloc();
-  std::memset(address, 0xFF, bytes);  // NaN in every floating-point dtype
+  if (rehearses()) {
+    address = reserve(bytes);
+  } else {
+    if (posix_memalign(&address, 512, bytes)) throw std::bad_alloc();
+    std::memset(address, 0xFF, bytes);  // NaN in every floating-point dtype
+  }
   Lock lock(clocks().mutex);
   Agent pool = pinned ? kHost : clocks().agent(device, current().stream(device));
   Block block{static_cast<char*>(address), bytes, device, pool, pinned, line, {}, {}, {}};
@@ -54,6 +59,7 @@ inline void* acquire(size_t bytes, int device, bool pinned) {
     block.before_reuse = left;
     memory().allocated += bytes;
     memory().peak = std::max(memory().peak, memory().allocated);
+    if (rehearses()) ask_for({.what = "allocate", .agent = pool, .bytes = bytes});
   }
   memory().blocks.emplace(block.memory, std::move(block));
   return address;
@@ -63,15 +69,18 @@ inline void give_back(void* address) {
   if (!address || journal().closing) return;
   std::vector<Access> running;
   Agent pool = kHost;
+  size_t bytes = 0;
   {
     Lock lock(clocks().mutex);
     auto found = memory().blocks.find(static_cast<char*>(address));
     if (found == memory().blocks.end()) return;
     Block block = std::move(found->second);
     memory().blocks.erase(found);
+    bytes = block.bytes;
     if (!block.pinned) {
       memory().allocated -= block.bytes;
       pool = block.pool;
+      if (rehearses()) ask_for({.what = "free", .agent = pool, .bytes = block.bytes});
       Clock known = clocks().of[kHost];
       known.join(clocks().of[pool]);
       for (auto& access : block.accesses)
@@ -81,7 +90,7 @@ inline void give_back(void* address) {
         }
     }
   }
-  free(address);
+  rehearses() ? static_cast<void>(munmap(address, bytes)) : free(address);
   if (running.empty()) return;
   auto line = where();
   Lock lock(clocks().mutex);
@@ -136,7 +145,7 @@ inline void resize(const c10::Storage& storage, size_t bytes) {
   auto* inside = storage.unsafeGetStorageImpl();
   int device = inside->device().index();
   void* address = acquire(bytes, device, false);
-  if (bytes && inside->data()) std::memcpy(address, inside->data(), std::min(bytes, inside->nbytes()));
+  if (bytes && inside->data() && !rehearses()) std::memcpy(address, inside->data(), std::min(bytes, inside->nbytes()));
   inside->set_data_ptr_noswap(at::DataPtr(address, address, &give_back, device_at(device)));
   inside->set_nbytes(bytes);
 }

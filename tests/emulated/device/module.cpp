@@ -45,7 +45,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("close", [] {
     journal().closing = true;
-    journal().where = journal().origin = py::object();
+    journal().where = journal().origin = rehearsal().is_sharding = py::object();
   });
   module.def("set_device", [](int device) { current().device = device; });
   module.def("current_device", [] { return current().device; });
@@ -78,6 +78,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     }
     return found;
   });
+  module.def("rehearse", [](py::object is_sharding) {
+    rehearsal().is_sharding = std::move(is_sharding);
+    rehearsal().on = journal().is_silent = true;
+  });
+  module.def("mark", [](std::string name) {
+    ask_for({.what = "mark", .name = std::move(name), .agent = current_agent(current().device)});
+  });
+  module.def("asked", [] {
+    Lock lock(clocks().mutex);
+    std::vector<std::tuple<std::string, std::string, size_t, size_t, size_t, size_t, bool, std::vector<std::vector<int64_t>>>>
+        found;
+    for (auto& one : rehearsal().asked)
+      found.emplace_back(one.what, one.name, one.agent, one.other, one.group, one.bytes, one.ours, one.shapes);
+    return found;
+  });
+  module.def("forget_asked", [] {
+    Lock lock(clocks().mutex);
+    rehearsal().asked.clear();
+  });
   module.def("clear", [] {
     Lock lock(clocks().mutex);
     journal().reports.clear();
@@ -88,7 +107,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("disregard_all", [](bool all) { journal().disregards_all = all; });
   py::class_<Group, c10::intrusive_ptr<Group>, c10d::Backend>(module, "Group")
       .def_property_readonly("options", &Group::getBackendOptions);
-  module.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, int number, double seconds) {
+  module.def("make_group", [](c10::intrusive_ptr<c10d::Backend> gloo /* None in a rehearsal */, int rank, int size, int number, double seconds) {
     std::chrono::milliseconds limit(static_cast<int64_t>(1000 * seconds));
     return c10::make_intrusive<Group>(std::move(gloo), rank, size, number, limit);
   });

@@ -7,6 +7,11 @@
 
 namespace emulated {
 
+struct Event {
+  Clock clock;
+  size_t number;  // in a rehearsal
+};
+
 struct Streams final : c10::impl::DeviceGuardImplInterface {
   using Index = c10::DeviceIndex;
 
@@ -56,20 +61,27 @@ struct Streams final : c10::impl::DeviceGuardImplInterface {
 
   void record(void** event, const c10::Stream& on, const Index, const c10::EventFlag) const override {
     Lock lock(clocks().mutex);
-    if (!*event) *event = new Clock;
-    *static_cast<Clock*>(*event) = clocks().launching(clocks().agent(on));
+    static size_t made = 0;
+    if (!*event) *event = new Event{{}, ++made};
+    auto& recorded = *static_cast<Event*>(*event);
+    Agent agent = clocks().agent(on);
+    recorded.clock = clocks().launching(agent);
+    if (rehearses()) ask_for({.what = "record", .agent = agent, .other = recorded.number});
   }
   void block(void* event, const c10::Stream& waiting) const override {
     if (!event || !is_ordered("wait")) return;
     Lock lock(clocks().mutex);
-    clocks().of[clocks().agent(waiting)].join(*static_cast<Clock*>(event));
+    auto& recorded = *static_cast<Event*>(event);
+    Agent agent = clocks().agent(waiting);
+    clocks().of[agent].join(recorded.clock);
+    if (rehearses()) ask_for({.what = "wait", .agent = agent, .other = recorded.number});
   }
   bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void* event) const override {
-    if (event && is_ordered("host's wait")) host_waits(*static_cast<Clock*>(event), "event.synchronize");
+    if (event && is_ordered("host's wait")) host_waits(static_cast<Event*>(event)->clock, "event.synchronize");
   }
   double elapsedTime(void*, void*, const Index) const override { return 1.0; }  // milliseconds, between any two
-  void destroyEvent(void* event, const Index) const noexcept override { delete static_cast<Clock*>(event); }
+  void destroyEvent(void* event, const Index) const noexcept override { delete static_cast<Event*>(event); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& on) const override {
     record_on(data.get(), on);
   }

@@ -58,6 +58,7 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
         ({"stage": 2, "accumulate": 0}, ["accumulate", "0"]),
         ({"stage": 2, "accumulate": 1.5}, ["accumulate", "1.5"]),
         ({"stage": 2, "prefetch": -1}, ["prefetch", "-1"]),
+        ({"stage": 3, "prefetch_bytes": -1}, ["prefetch_bytes", "-1"]),
         ({"stage": 2, "units": "blocks"}, ["units", "blocks"]),
         ({"stage": 2, "units": ["blocks.7"]}, ["units", "blocks.7"]),
         ({"stage": 2, "units": [nn.Conv2d]}, ["units", "Conv2d"]),

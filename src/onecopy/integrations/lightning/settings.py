@@ -12,6 +12,7 @@ _SHARDS: Final = (
     "ignored",
     "precision",
     "prefetch",
+    "prefetch_bytes",
     "broadcast_buffers",
     "activations",
     "bucket_bytes",

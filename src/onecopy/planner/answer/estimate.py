@@ -10,7 +10,7 @@ from typing import Final, Literal
 from onecopy.planner.available import missing
 from onecopy.planner.engine.step import step_bytes
 from onecopy.planner.formulas.activations import LOSS_BYTES, block_parallel_elements
-from onecopy.planner.formulas.buffers import pinned_bytes, with_overheads
+from onecopy.planner.formulas.buffers import PREFETCH_BYTES, pinned_bytes, with_overheads
 from onecopy.planner.formulas.calibrated import HIDDEN_SHARE, LAUNCH, TENSOR_LAUNCH
 from onecopy.planner.formulas.offload import cpu_step_seconds
 from onecopy.planner.formulas.time import StepSeconds, all_reduce_seconds, gather_seconds, overlap, step_flops
@@ -124,6 +124,7 @@ class Option:
             job.widths,
             optimizer_tensors=job.optimizer_tensors,
             implementation="fused" if job.implementation == "muon" else job.implementation,
+            prefetch_bytes=0 if self.offload.startswith("parameters") else PREFETCH_BYTES,
         )
 
     def words(self) -> str:

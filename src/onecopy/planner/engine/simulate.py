@@ -81,6 +81,7 @@ def simulate(
             precision=precision,
             accumulate=plan.micro_batches,
             prefetch=plan.prefetch,
+            prefetch_bytes=plan.prefetch_bytes,
             activations=activations,
             # Fake tensors are of the CPU, and the ranks stand for accelerators.
             bucket_bytes=STAGING_BYTES["accelerator"],

@@ -4,7 +4,7 @@ The paper's formulas (`memory.py`) say what is held between steps; this file add
 window and what is prefetched, gradients on their way, the temporaries of the update. It follows `sharding/` closely:
 
     forward    the root and the unit that computes are whole, ``prefetch`` more; stages 0 to 2 keep what was gathered
-    backward   the same, backwards; one unit's gradients arrive while those of the one before are being sent; stages 1
+    backward   the same, backwards; one unit's gradients arrive while those of units before are being sent; stages 1
                and 2 let whole parameters go as it passes, in a step's last micro-batch
     step       slices alone (stage 3), the optimizer's states, its temporaries
 
@@ -76,8 +76,34 @@ class _Held:
         if plan.optimizer_tensors:
             counters = 4.0 * sum(len(unit.numels) for unit in self.units)
             base["optimizer"] = plan.optimizer_tensors * widths.master * self.total_own + counters
-        base["communication"] = min(plan.staging_limit, max(self.staged, default=0.0))
+        if not plan.native:
+            base["communication"] = min(plan.staging_limit, max(self.staged, default=0.0))
         return base
+
+    def lent(self, underway: Sequence[int]) -> Sizes:
+        """Bytes of the buffers that the units under way hold, where they are not kept all the time."""
+        if not self.plan.native:
+            return {}
+        limit = self.plan.staging_limit
+        return {"communication": sum(min(self.staged[i], limit) / 2 for i in underway)}
+
+    def complete(self, underway: Sequence[int], i: int) -> int:
+        """How many of the units under way are waited for as unit ``i`` is sent: before that, on gloo after it."""
+        if not self.plan.native:
+            return len(underway)
+        room = 2 * max(self.padded)
+        counts = range(len(underway))
+        return next((n for n in counts if sum(self.padded[k] for k in (*underway[n:], i)) <= room), len(underway))
+
+    def ahead(self, order: Sequence[int], start: int) -> Sequence[int]:
+        """What is gathered ahead of ``start`` in an order: ``prefetch`` units, and more while they hold few bytes."""
+        count = total = 0
+        for i in order[start:]:
+            total += self.plan.widths.compute * (self.padded[i] + self.frozen[i])
+            if count >= self.plan.prefetch and total > self.plan.prefetch_bytes:
+                break
+            count += 1
+        return order[start : start + count]
 
     def _staging(self, padded: int) -> float:
         """Bytes of the buffers through which a bucket of so many elements would go at once; they may be smaller."""
@@ -91,6 +117,10 @@ class _Held:
     def lingers(self, i: int) -> bool:
         """Whether unit ``i`` is larger than a buffer, so that its gradients wait for their turn."""
         return self.staged[i] > self.plan.staging_limit
+
+    def installed(self, posted: float, *, carries: bool) -> float:
+        """Bytes that a reduced slice adds to `p.grad`: none where there is one already."""
+        return 0.0 if carries and self.kind.shards_gradients else posted
 
     def sizes(self, **moving: float) -> Sizes:
         """All categories; those not given stay as they are all the time."""
@@ -183,7 +213,7 @@ def _carried(held: _Held) -> tuple[float, float]:
 
 
 def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
-    units, prefetch = held.units, held.plan.prefetch
+    units = held.units
     nesting = _Nesting.of(tuple(unit.name for unit in units))
     whole, sliced = _carried(held)
     common = {"gradients_whole": whole, "gradients_sliced": sliced}
@@ -191,7 +221,7 @@ def _forward(held: _Held) -> Iterator[tuple[Phase, Sizes]]:
     for i, unit in enumerate(units):
         kept += unit.activations
         checkpoints += unit.checkpoint
-        gathered = held.gathered([*nesting.around[i], *range(i, min(i + 1 + prefetch, len(units)))])
+        gathered = held.gathered([*nesting.around[i], i, *held.ahead(range(len(units)), i + 1)])
         common["checkpoints"] = checkpoints
         yield (
             "forward",
@@ -209,7 +239,7 @@ def _backward(held: _Held, *, carries: bool, last: bool) -> Iterator[tuple[Phase
         carries: there are gradients of earlier micro-batches.
         last: the optimizer steps after it.
     """
-    units, widths, prefetch = held.units, held.plan.widths, held.plan.prefetch
+    units, widths = held.units, held.plan.widths
     nesting = _Nesting.of(tuple(unit.name for unit in units))
     sends = last or held.kind.shards_gradients
     whole, sliced = _carried(held) if carries else (0.0, 0.0)
@@ -219,7 +249,7 @@ def _backward(held: _Held, *, carries: bool, last: bool) -> Iterator[tuple[Phase
     yield (
         "backward",
         held.sizes(
-            parameters_gathered=held.gathered(order[: 1 + prefetch]),
+            parameters_gathered=held.gathered([order[0], *held.ahead(order, 1)]),
             gradients_whole=whole,
             gradients_sliced=sliced,
             activations=kept,
@@ -229,13 +259,16 @@ def _backward(held: _Held, *, carries: bool, last: bool) -> Iterator[tuple[Phase
     )
     place = {i: position for position, i in enumerate(order)}
     reached = 0
-    # What the one unit under way holds: gradients that have not been copied out, and the slice that they become.
-    leaving = becoming = 0.0
+    # What units under way hold: gradients that have not been copied out, and the slices that they become.
+    underway: list[int] = []
+    leaves: dict[int, float] = {}
+    becomes: dict[int, float] = {}
     done: list[int] = []
     for i in nesting.finished:
         unit = units[i]
         reached = max(reached, place[i])
-        coming = order[reached + 1 : reached + 1 + prefetch]
+        coming = held.ahead(order, reached + 1)
+        leaving, becoming = (sum(part[k] for k in underway) for part in (leaves, becomes))
         arrived = float(widths.compute * unit.parameters)
         # What the unit kept goes while its gradients come: the highest moment is either end.
         for gradients, activations, left in (
@@ -250,13 +283,18 @@ def _backward(held: _Held, *, carries: bool, last: bool) -> Iterator[tuple[Phase
                     gradients_sliced=sliced + becoming,
                     activations=activations,
                     checkpoints=left,
+                    **held.lent(underway),
                 ),
             )
         kept -= unit.activations
         checkpoints -= unit.checkpoint
         if last:
             done.append(i)
-        posted = float(widths.accumulate * held.slices[i]) if sends else 0.0
+        becomes[i] = float(widths.accumulate * held.slices[i]) if sends else 0.0
+        complete = held.complete(underway, i)
+        still = underway[complete:] if held.plan.native else underway
+        leaving, becoming = (sum(part[k] for k in still) for part in (leaves, becomes))
+        gone = sum(held.installed(becomes[k], carries=carries) for k in underway[:complete])
         if not sends and not carries:
             whole += widths.accumulate * held.padded[i]
         # What is added to kept gradients is gone before those are sent.
@@ -266,18 +304,18 @@ def _backward(held: _Held, *, carries: bool, last: bool) -> Iterator[tuple[Phase
             held.sizes(
                 parameters_gathered=held.gathered([*nesting.around[i][:-1], *coming], done),
                 gradients_whole=whole + added + leaving,
-                gradients_sliced=sliced + becoming + posted,
+                gradients_sliced=sliced + becoming + becomes[i] + (gone if held.plan.native else 0.0),
                 activations=kept,
                 checkpoints=checkpoints,
+                **held.lent([*still, i] if sends else []),
             ),
         )
         if not sends:
             continue
-        if not (carries and held.kind.shards_gradients):
-            sliced += becoming
-        becoming = posted
-        leaving = arrived if held.lingers(i) else 0.0
+        sliced += gone
+        underway = [*underway[complete:], i]
+        leaves[i] = arrived if held.lingers(i) else 0.0
         if whole:
             # What micro-batches have kept goes out, with this one's added.
             whole -= widths.accumulate * held.padded[i]
-            leaving = float(widths.accumulate * held.padded[i]) if held.lingers(i) else 0.0
+            leaves[i] = float(widths.accumulate * held.padded[i]) if held.lingers(i) else 0.0

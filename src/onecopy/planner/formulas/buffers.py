@@ -18,8 +18,11 @@ largest with which every run of MosaicML's table on A100s of 40 GB, all of which
 WIDENED_BYTES: Final = 4 * 2**20
 """Bytes of a narrow gradient's elements that the optimizer's step widens at a time (`sharding/tensor/narrow.py`)."""
 
-STAGING_BYTES: Final = {"cpu": 4 * 2**20, "accelerator": 256 * 2**20}
+STAGING_BYTES: Final = {"cpu": 4 * 2**20, "accelerator": 2 * 2**30}
 """Most bytes of one communication buffer where nothing is said (`onecopy.memory.staging`); there are two."""
+
+PREFETCH_BYTES: Final = 512 * 2**20
+"""Bytes of units gathered ahead on an accelerator, where nothing is said (`onecopy.sharding.engine.order`)."""
 
 
 def with_overheads(live: float) -> float:
@@ -57,7 +60,7 @@ def optimizer_temporary_bytes(
 
 
 def staging_limit(*, native: bool) -> float:
-    """Most bytes of the two communication buffers, on an accelerator (``native``) or the CPU."""
+    """Most bytes of two communication buffers, on an accelerator (``native``) or the CPU."""
     return 2.0 * STAGING_BYTES["accelerator" if native else "cpu"]
 
 

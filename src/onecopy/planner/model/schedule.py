@@ -93,10 +93,12 @@ class Schedule:
         replicate: copies of each slice.
         micro_batches: g.
         prefetch: units gathered ahead.
+        prefetch_bytes: more of them while all hold so few bytes.
         widths: bytes of elements.
         optimizer_tensors: states of a parameter's shape in the master dtype; 2 for Adam, fewer where Muon has its part.
         implementation: of the optimizer: "foreach", "fused" or "for-loop".
-        native: the backend has a reduce-scatter of its own (NCCL); gloo's transport stages what peers send, too.
+        native: the backend has a reduce-scatter of its own (NCCL), and buffers are lent for one of them; gloo's
+            transport stages what peers send, too, and keeps them.
         bucket_bytes: most bytes of one communication buffer, as `onecopy.shard` takes it; None for its default.
     """
 
@@ -110,6 +112,7 @@ class Schedule:
     implementation: str = "fused"
     native: bool = True
     bucket_bytes: int | None = None
+    prefetch_bytes: int = 0
 
     @property
     def slices(self) -> int:

@@ -495,6 +495,11 @@ class Bucket:
         return memory != 0 and address_of(tensor) == memory
 
     @property
+    def whole_bytes(self) -> int:
+        """Bytes of the whole parameters in the compute dtype."""
+        return self.layout.padded_numel * self.dtypes.compute.itemsize
+
+    @property
     def is_fetchable(self) -> bool:
         """Whether other ranks could read what gathers read: it is a tensor on the device that computes."""
         stores = self._stores

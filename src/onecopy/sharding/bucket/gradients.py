@@ -177,6 +177,11 @@ class Gradients:
         return sum(g.held_bytes for g in slices if g.device.type == self._bucket.device.type)
 
     @property
+    def numel(self) -> int:
+        """Elements that are sent, padding included."""
+        return self._bucket.layout.padded_numel
+
+    @property
     def device(self) -> torch.device:
         return self._bucket.device
 

@@ -32,7 +32,7 @@ from onecopy.sharding.bucket.saved import SavedWeights
 from onecopy.sharding.engine.buffers import Buffers
 from onecopy.sharding.engine.entrances import open_entrances
 from onecopy.sharding.engine.micro_batches import MicroBatches
-from onecopy.sharding.engine.order import Foresight
+from onecopy.sharding.engine.order import PREFETCH_BYTES, Foresight
 from onecopy.sharding.engine.reducer import Reducer
 from onecopy.sharding.engine.unit import RecordedForward, RunningForward, Unit
 from onecopy.sharding.engine.versions import Versions
@@ -62,6 +62,7 @@ class Engine:
         inputs: dtype to which floating-point inputs of the model and its units are cast, None to leave them.
         accumulate: micro-batches in a step.
         prefetch: units to gather ahead.
+        prefetch_bytes: further ones while all of them hold no more; None: `PREFETCH_BYTES` on an accelerator.
         syncs_buffers: keep buffers equal to the first rank's.
         stores: where slices rest; None: on the device.
         mirror: whether, or where, another rank holds this one's slices too (`resilience/`).
@@ -88,6 +89,7 @@ class Engine:
         inputs: torch.dtype | None,
         accumulate: int,
         prefetch: int,
+        prefetch_bytes: int | None,
         syncs_buffers: bool,
         stores: Stores | None = None,
         mirror: bool | str = False,
@@ -118,9 +120,7 @@ class Engine:
         self._unrecorded = 0
         self._in_backward = False
         self._used: set[Unit] = set()
-        self._prefetch = prefetch
-        self._forward = Foresight(prefetch)
-        self._backward = Foresight(prefetch)
+        self._prefetch = prefetch, prefetch_bytes
         self._step_is_open = False
         root = [unit for unit in self.units if unit.scope is model]
         if not root:
@@ -152,7 +152,8 @@ class Engine:
         )
 
     def rebuild_gradients(self) -> None:
-        """Start from no gradients; to be called when units have new parameters."""
+        """Start from no gradients; to be called when units have new parameters, which may be on another device."""
+        self._foresee()
         for unit in self.units:
             unit.rebuild_gradients()
             for gradients in unit.gradients:
@@ -174,6 +175,18 @@ class Engine:
         if alike:
             for unit in self.units:
                 unit.remember_forwards()
+
+    def _foresee(self) -> None:
+        """Start from no knowledge of the order of units."""
+        depth, nbytes = self._prefetch
+        on_device = any(bucket.device.type not in ("cpu", "meta") for bucket in self.buckets)
+        # What stays whole is gathered as early as can be: it costs no memory that the end of forward does not.
+        early = on_device and depth and not self.stage.shards_parameters
+        if nbytes is None:
+            nbytes = PREFETCH_BYTES if on_device else 0
+        self._forward = Foresight(len(self.units) if early else depth, nbytes)
+        self._backward = Foresight(depth, nbytes)
+        self._keeps_opening = on_device and self.stage.shards_parameters
 
     def _attach(self, unit: Unit) -> None:
         before = untraced(partial(self._before_forward, unit))
@@ -292,7 +305,7 @@ class Engine:
                 if running.forward is not None and not failed:
                     self._record(unit, running.forward, "forward")
                     self._watch(unit, running.forward, output)
-                if self.stage.shards_parameters and not unit.is_computing:
+                if self.stage.shards_parameters and not unit.is_computing and (failed or not self._stays(unit)):
                     unit.release()
             if unit.scope is self.model and not unit.running and not running.recomputes:
                 self._end_forward(failed)
@@ -304,13 +317,17 @@ class Engine:
         torch.set_autocast_cache_enabled(running.autocast_cache)
         running.edits.undo()
 
+    def _stays(self, unit: Unit) -> bool:
+        """Whether a unit stays whole after its forward, since backward begins with it."""
+        return self._keeps_opening and self._records and unit in self._backward.opening()
+
     def _end_forward(self, failed: bool) -> None:
-        self._in_model_forward = self._records = False
         if self.stage.shards_parameters:
             for unit in self.units:
-                if not unit.is_computing:
+                if not unit.is_computing and (failed or not self._stays(unit)):
                     # What was gathered ahead and not come to.
                     unit.release()
+        self._in_model_forward = self._records = False
         if not failed and not self._has_looked:
             self._has_looked = True
             self._refuse_new_parameters()
@@ -529,7 +546,7 @@ class Engine:
         """The mesh's axes lead to ranks that have met anew, some of which hold nothing; all of them call it."""
         self.versions = self._make_versions()
         self.buffers.begin_anew()
-        self._forward, self._backward = Foresight(self._prefetch), Foresight(self._prefetch)
+        self._foresee()
         self._make_reducer()
 
     def _refuse_nothing_to_do(self) -> None:

@@ -1,7 +1,9 @@
-"""Reducer: sends units' gradients in one order, one at a time beside computing, and installs the results.
+"""Reducer: sends units' gradients in one order beside computing, and installs the results.
 
 Every rank sends the same units in the same order (`order.py`), those that its data did not lead to as zeros, and waits
 for them in that order. So a wait ends as soon as the other ranks have come to the same unit, whatever else they do.
+Where the calling thread sends, one unit is under way at a time. A backend with streams of its own has as many as two of
+the largest unit, and the first is waited for when the next needs its room: the link has work while computing goes on.
 Which parameters no rank used is agreed in one small message per backward, the last one in the order, because a
 parameter that one process would leave without a gradient must have none here.
 """
@@ -51,6 +53,9 @@ class Reducer:
         self._finished: list[Unit] = []
         self._agreed = False
         self._underway: list[Unit] = []
+        self._elements = {unit: sum(gradients.numel for gradients in unit.gradients) for unit in order}
+        queues = any(axis.queues_on(gradients.device) for gradients in self._all[:1] for axis in mesh.axes)
+        self._most_underway = 2 * max(self._elements.values(), default=0) if queues else None
         self._uses: dict[Gradients, list[bool]] = {}
 
     def begin(self, *, sends: bool, last: bool) -> None:
@@ -128,13 +133,20 @@ class Reducer:
 
     def _send(self, unit: Unit) -> None:
         self._next += 1
+        if self._most_underway is not None:
+            while self._underway and self._elements_underway + self._elements[unit] > self._most_underway:
+                self._complete(self._underway.pop(0))
         for gradients in unit.gradients:
             self._uses[gradients] = gradients.uses()
             gradients.start_reduce()
         # Its messages are posted before the last one's are waited for: a link must not stand idle.
-        while self._underway:
+        while self._underway and self._most_underway is None:
             self._complete(self._underway.pop(0))
         self._underway.append(unit)
+
+    @property
+    def _elements_underway(self) -> int:
+        return sum(self._elements[unit] for unit in self._underway)
 
     def _complete(self, unit: Unit) -> None:
         """Wait for a unit's reduce. Where this rank used every parameter, no agreement is needed to set `p.grad`."""

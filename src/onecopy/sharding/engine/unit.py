@@ -101,6 +101,11 @@ class Unit:
         return sum(bucket.changes for bucket in self.buckets)
 
     @property
+    def whole_bytes(self) -> int:
+        """Bytes of its whole parameters."""
+        return sum(bucket.whole_bytes for bucket in self.buckets)
+
+    @property
     def is_computing(self) -> bool:
         """Whether a forward or a backward runs through the unit now."""
         return bool(self.running) or not all(forward.ended for forward in self.entered)

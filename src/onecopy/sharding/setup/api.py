@@ -88,6 +88,7 @@ def shard(
     precision: Precision | str | None = None,
     accumulate: int = 1,
     prefetch: int = 1,
+    prefetch_bytes: int | None = None,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     whole: Whole | None = None,
     broadcast_buffers: bool = True,
@@ -118,7 +119,9 @@ def shard(
         precision: "fp32", "bf16", "bf16-lean" (which holds gradients in bf16 too), "fp16", a `Precision`, or None to
             keep every parameter's own dtype.
         accumulate: micro-batches in a step. Stages 0 and 1 send gradients in the last one only.
-        prefetch: how many units to gather ahead of the one that computes.
+        prefetch: how many units to gather ahead of the one that computes; 0: none.
+        prefetch_bytes: gather further units ahead while the whole parameters of all of them hold no more than so many
+            bytes. None: 0 on the CPU, 512 MiB elsewhere.
         optimizer: an optimizer that you made before this call, or several. They and their states are changed in place
             to the sliced parameters. Parameters that they need whole (Muon, Adafactor; `needs_whole`) are kept whole.
         whole: parameters kept whole in one rank's slice, where optimizers see plain tensors: a predicate
@@ -130,7 +133,7 @@ def shard(
         activations: whether to recompute units in backward, and whether their inputs are cut over the tensor axis or
             moved off the device. None leaves activations to the model.
         bucket_bytes: most bytes of one communication buffer; two buffers are in use. Gradients of larger units go
-            through it in pieces. None: 4 MiB on the CPU, 256 MiB elsewhere.
+            through it in pieces. None: 4 MiB on the CPU, 2 GiB elsewhere, where a buffer is lent for one reduce.
         defragment: keep gradients and activation checkpoints in memory regions of their own (`arena`), so that tensors
             that live shorter leave no holes between them. The regions keep the memory that they have reserved.
         offload: where model states are kept while they are not computed with, at stages 1 to 3. None: on the device.
@@ -151,6 +154,8 @@ def shard(
     dtypes = Precision.of(precision)
     check_count("accumulate", accumulate, at_least=1)
     check_count("prefetch", prefetch, at_least=0)
+    if prefetch_bytes is not None:
+        check_count("prefetch_bytes", prefetch_bytes, at_least=0)
     if bucket_bytes is not None:
         check_count("bucket_bytes", bucket_bytes, at_least=1)
     check_kind("broadcast_buffers", broadcast_buffers, bool, "True or False")
@@ -169,7 +174,9 @@ def shard(
         activations.check()
     if offload is not None:
         offload.check(kind)
-        prefetch = offload.prefetch if offload.parameters is not None else prefetch
+        if offload.parameters is not None:
+            # Each unit brought ahead holds pages too.
+            prefetch, prefetch_bytes = offload.prefetch, prefetch_bytes or 0
     check_not_sharded(model)
     unsharded = find_ignored(model, ignored)
     scopes = find_parameters(model, find_scopes(model, units), unsharded.values())
@@ -203,6 +210,7 @@ def shard(
         "precision": dtypes,
         "accumulate": accumulate,
         "prefetch": prefetch,
+        "prefetch_bytes": prefetch_bytes,
         "broadcast_buffers": broadcast_buffers,
         "activations": activations,
         "bucket_bytes": bucket_bytes,
@@ -256,6 +264,7 @@ def shard(
         inputs=dtypes.compute,
         accumulate=accumulate,
         prefetch=prefetch,
+        prefetch_bytes=prefetch_bytes,
         syncs_buffers=broadcast_buffers,
         stores=stores,
         mirror=mirror,
