@@ -162,7 +162,14 @@ def test_a_tensor_axis_is_searched_for_and_printed() -> None:
     job = ("2e12", "--gpus", 1024, "--nodes", 128, "--global-batch", 4096, "--stage", 3)
     assert "spread blocks over ranks" in _plan(*job, "--tensor", 1, code=1).stdout
     done = _plan(*job)
-    for expected in ("tensor 4", "P_a", 'mesh_dim_names=("shard", "tensor")', "tensor = 4", "recompute = true"):
+    for expected in (
+        "tensor 4",
+        "along the",
+        "sequence = true",
+        'mesh_dim_names=("shard", "tensor")',
+        "tensor = 4",
+        "recompute = true",
+    ):
         assert expected in done.stdout
 
 
@@ -188,7 +195,7 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
 
 
 def test_simulation_beside_the_formulas(tmp_path: Path) -> None:
-    small = {**LLAMA_8B, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "num_attention_heads": 4}
+    small = {**LLAMA_8B, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
     small |= {"num_key_value_heads": 2, "vocab_size": 1000}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(small))

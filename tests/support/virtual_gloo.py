@@ -88,15 +88,21 @@ class Mesh(DeviceMesh):
     """``shape`` is (replicas, shards)."""
 
     mesh_dim_names = ("replicate", "shard")
+    device_type = "cpu"
 
     def __init__(self, gloo: Gloo, shape: tuple[int, int]) -> None:
         world = gloo.world
+        self.sizes = shape
         ranks = torch.arange(world.size).view(shape)
         replica, shard = divmod(world.rank, shape[1])
         self._virtual = {
             "replicate": gloo.group(ranks[:, shard].tolist()),
             "shard": gloo.group(ranks[replica].tolist()),
         }
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.sizes
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         name = self.mesh_dim_names[mesh_dim] if isinstance(mesh_dim, int) else mesh_dim

@@ -238,7 +238,7 @@ def from_count(parameters: float, name: str | None = None) -> Shape:
     # How many heads is not known: so many that every power of two up to there divides them.
     heads = 1 << max(1, hidden // 128).bit_length() - 1
     sizes = Transformer(layers, hidden, heads, vocabulary)
-    return Shape(name or f"{parameters:.4g} parameters, taken as a GPT", units, sizes)
+    return Shape(name or "a number of parameters, taken as a GPT", units, sizes)
 
 
 def largest(units: Sequence[Unit]) -> int:

@@ -204,7 +204,7 @@ def shard(
         tensor=tensor_mesh((item.name, item.parameter) for found in scopes.values() for item in found),
     )
     check_can_be_whole(scopes, laid_whole, ranks, offload)
-    check_mirror(mirror, ranks, kind, offload)
+    check_mirror(mirror, ranks, kind, offload, device)
     settings = {
         "stage": stage,
         "precision": dtypes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import UnionType
 
+import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
@@ -73,12 +74,17 @@ def check_not_sharded(model: nn.Module) -> None:
             )
 
 
-def check_mirror(mirror: object, mesh: Mesh, stage: Stage, offload: Offload | None) -> None:
+def check_mirror(mirror: object, mesh: Mesh, stage: Stage, offload: Offload | None, device: torch.device) -> None:
     """Raise `SettingsError` where no other rank can hold slices, or where another one does already."""
     if mirror not in (False, True, "cpu"):
         raise SettingsError(f'mirror must be False, True or "cpu"; found {mirror!r}')
     if not mirror:
         return
+    if mirror == "cpu" and device.type not in ("cpu", "meta"):
+        raise SettingsError(
+            f'mirror="cpu" cannot hold the mirror of a model on {device.type} in host memory yet: pass mirror=True, '
+            f"which holds it on the device"
+        )
     if not stage.shards_optimizer:
         raise SettingsError("mirror= has nothing to do at stage 0, where every rank holds everything: leave it out")
     if mesh.tensor.size > 1:
