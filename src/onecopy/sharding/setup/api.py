@@ -139,7 +139,8 @@ def shard(
         offload: where model states are kept while they are not computed with, at stages 1 to 3. None: on the device.
         copies: how many ranks hold each slice: hybrid sharding over ranks / copies, a mesh with a "replicate" axis.
         mirror: have the rank before hold every slice too and follow its updates, for `onecopy.resilient` to bring a
-            lost rank back from; True: on the device, "cpu": in host memory.
+            lost rank back from; True: on the device, "cpu": in host memory (models on
+            the CPU alone, so far).
 
     Returns:
         ``model``.
