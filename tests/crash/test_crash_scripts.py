@@ -12,6 +12,8 @@ import offload_kills
 import power_cuts
 from crash_kills import kill_at_random
 
+pytestmark = pytest.mark.long
+
 
 def test_ranks_killed_at_random_moments_lose_no_checkpoint(tmp_path: Path) -> None:
     tally = kill_at_random(tmp_path, 8, seed=7)

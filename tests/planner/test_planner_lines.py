@@ -26,6 +26,8 @@ from onecopy.planner.model.schedule import Schedule, Unit, Widths
 from onecopy.sharding.model import discover
 from ranks import run_ranks
 
+pytestmark = pytest.mark.long
+
 
 class Wide(torch.nn.Module):
     """Blocks whose gradients weigh far more than what they keep for backward; the middle one is the largest."""

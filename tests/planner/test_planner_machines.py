@@ -114,7 +114,7 @@ def test_engines_differ_more_than_the_planner_errs() -> None:
     ibm, table = of("ibm", "a100") + of("ibm", "h100"), of("a800", "a800")
     assert statistics.median(run.ratio for run in ibm) < 0.85
     assert statistics.median(run.ratio for run in table) > 1.3
-    assert statistics.median(abs(run.memory_ratio - 1) for run in table if run.memory_ratio) < 0.12
+    assert statistics.median(abs(run.memory_ratio - 1) for run in table if run.memory_ratio) < 0.13
 
 
 def test_runs_that_ran_are_said_to_fit() -> None:

@@ -17,6 +17,8 @@ from jobs import SMALL, run_job
 from onecopy.sharding.model import discover
 from train_runs import environment, read_lines, read_run, wait_until
 
+pytestmark = pytest.mark.long
+
 STEPS = 120
 SETTINGS = {"schedule.steps": STEPS, "checkpoint.save_every": 10, "evaluation.evaluate_every": 0, "run.profile_step": 0}
 SLOW = """

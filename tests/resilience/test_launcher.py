@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ranks import run_ranks
+
+pytestmark = pytest.mark.long
 
 _SCRIPT = """
 import json, os, signal, sys

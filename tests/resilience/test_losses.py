@@ -14,6 +14,8 @@ import recovery
 from ranks import run_ranks
 from trained.survivor import Plan, train
 
+pytestmark = pytest.mark.long
+
 EVERY = 4
 
 

@@ -16,6 +16,8 @@ from onecopy.report.tables import headline
 from onecopy.sharding.model import discover
 from train_runs import environment, read_lines, read_run, wait_until
 
+pytestmark = pytest.mark.long
+
 STEPS = 60
 SETTINGS = {
     "schedule.steps": STEPS,

@@ -83,6 +83,7 @@ def live_memory(fullness: float) -> dict[str, int]:
         "activations": int(2.4e7 * fullness),
         "checkpoints": int(1.6e6 * fullness),
         "communication": 2_097_152,
+        "mirror": 1_200_000,
         "other": 300_000,
     }
 

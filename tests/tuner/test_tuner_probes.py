@@ -28,6 +28,8 @@ from places import ROOT
 from train_runs import environment
 from tuned_loops import MACHINE, MUCH, Faulty, batches, build, fails, no_batch, one_too_many
 
+pytestmark = pytest.mark.long
+
 SHORT = Length(seconds=0.0, least=3, most=3)
 ROOM = 150 * 2**20
 """Bytes beyond those of a process without a model: more than the small model takes, less than what fails asks for."""

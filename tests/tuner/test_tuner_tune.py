@@ -38,6 +38,8 @@ from ranks import run_ranks
 from train_runs import environment
 from tuned_loops import MACHINE, Net, batches, build
 
+pytestmark = pytest.mark.long
+
 LOOP = OwnLoop(build, batches)
 SPACE = Space(micro_batch=(2, 4, 8), checkpointing=("off",), prefetch=(1,))
 
