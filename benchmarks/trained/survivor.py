@@ -84,8 +84,8 @@ def loss_at(plan: Plan, step: int, ranks: int) -> Loss | None:
     rng = random.Random(f"{plan.seed}/{step}")
     rank = rng.randrange(ranks)
     kind, point = rng.choice(plan.kinds), rng.choice(plan.points)
-    # One that has nothing of the lost rank's: in a ring of mirrors the next but one. With two copies each other rank has
-    # its slices or its random numbers.
+    # One that has nothing of the lost rank's: in a ring of mirrors the next but one. With two copies each other rank
+    # has its slices or its random numbers.
     second = (rank + 2) % ranks if ranks > 3 and rng.random() < plan.again and plan.copies == 1 else None
     return Loss(rank, kind, point, rng.random() * 0.02, second, rng.choice(RECOVERING))
 
