@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import socket
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import onecopy
 from places import ROOT
@@ -32,13 +33,23 @@ def side(difference: str, sign: str) -> str:
 
 def run(program: str, ranks: int = 2) -> list[list[str]]:
     """The lines that each rank of a program prints."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    meet_as_told = dist.init_process_group
 
-    def meet(rank: int, size: int, _: Path, __: float) -> None:
-        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in found.items()}, MASTER_ADDR="127.0.0.1")
+    def meet(rank: int, size: int, store: Path, limit: float) -> None:
+        found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+        os.environ.update({name: str(value) for name, value in found.items()}, GLOO_SOCKET_IFNAME="lo")
+
+        def init_process_group(backend: str) -> None:
+            """As under torchrun; but over a file, since a forked rank's server of a TCP store may not end."""
+            meet_as_told(
+                backend,
+                store=dist.FileStore(str(store), size),
+                rank=rank,
+                world_size=size,
+                timeout=timedelta(seconds=limit),
+            )
+
+        dist.init_process_group = init_process_group
 
     def execute(_: int) -> list[str]:
         lines: list[str] = []
