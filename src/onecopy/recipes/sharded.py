@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import onecopy
+from onecopy.comm.device_meshes import device_mesh
 from onecopy.recipes.checks import offload_of
 from onecopy.recipes.config import Config
 from onecopy.recipes.tensor_parallel import parallelize
@@ -59,16 +58,8 @@ def mesh_for(config: Config, world: World) -> DeviceMesh | None:
     if parallel.replicate == parallel.tensor == 1:
         return None
     sizes = (parallel.replicate, world.size // parallel.replicate // parallel.tensor, parallel.tensor)
-    ranks = torch.arange(world.size).view(sizes)
-    # init_device_mesh would give them torch's own time limit of half an hour.
-    groups = [
-        dist.new_subgroups_by_enumeration(
-            ranks.movedim(axis, -1).reshape(-1, size).tolist(), timeout=timedelta(seconds=parallel.timeout)
-        )[0]
-        for axis, size in enumerate(sizes)
-    ]
     names = ("replicate", "shard", "tensor")
-    return DeviceMesh.from_group(groups, world.device.type, mesh=ranks, mesh_dim_names=names)
+    return device_mesh(world.device.type, sizes, names, timedelta(seconds=parallel.timeout))
 
 
 def _activations(config: Config) -> onecopy.Activations | None:
