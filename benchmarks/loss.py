@@ -10,41 +10,14 @@ targets are half of the peak, and 3 % of time at the most.
 from __future__ import annotations
 
 import argparse
-import weakref
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import onecopy
-
-
-class Alive(TorchDispatchMode):
-    """The most bytes of storages that operations have made and that were there at once, beside what is ``given``."""
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in given}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.known:
-                storage = leaf.untyped_storage()
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return result
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self.known.discard(key)
-        self.now -= nbytes
+from harness.alive import Alive
 
 
 def whole(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

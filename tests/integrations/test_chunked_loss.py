@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import onecopy
+from harness.alive import Alive
 from onecopy.errors import SettingsError, UsageError
 from onecopy.planner.model.loss import CHUNKED
 from ranks import run_ranks
@@ -145,30 +143,6 @@ def test_other_losses_are_left_alone(kind: str) -> None:
     assert model.get_output_embeddings() is head
 
 
-class _Alive(TorchDispatchMode):
-    """The most bytes of storages that operations have made and that were there at once, beside what is ``given``."""
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in given}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self.known:
-                storage = leaf.untyped_storage()
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return result
-
-    def _gone(self, key: int, nbytes: int) -> None:
-        self.known.discard(key)
-        self.now -= nbytes
-
-
 def test_less_than_half_of_the_memory_is_held() -> None:
     """Counted storage by storage. The target is half; chunks leave an eighth and the head's gradient."""
     words, length, width = 8192, 1024, 64
@@ -176,11 +150,11 @@ def test_less_than_half_of_the_memory_is_held() -> None:
     weight = torch.zeros(words, width, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.zeros(1, length, dtype=torch.long)
     most = []
-    with _Alive(hidden, weight) as alive:
+    with Alive(hidden, weight) as alive:
         nn.functional.cross_entropy((hidden @ weight.T).float().flatten(0, 1), labels.flatten()).backward()
     most.append(alive.most)
     hidden.grad = weight.grad = None
-    with _Alive(hidden, weight) as alive:
+    with Alive(hidden, weight) as alive:
         onecopy.chunked_cross_entropy(hidden, weight, labels).backward()
     most.append(alive.most)
     assert most[1] < 0.2 * most[0]
