@@ -111,7 +111,7 @@ def measure(problems: list[Problem], seconds: float, most: int | None, *, provis
                     if candidate in found and found[candidate].timed is None:
                         continue
                     outcome = _probe(crew, candidate, problem, Length(seconds / ROUNDS, least=3, most=10))
-                    found[candidate] = _merged(found[candidate], outcome) if candidate in found else outcome
+                    found[candidate] = found[candidate].with_more(outcome) if candidate in found else outcome
                     print(f"{problem.case} {seed + 1}/{ROUNDS}: {candidate.words()}: {outcome.words()}", flush=True)
         rows = [{"candidate": one.as_dict(), "outcome": known.as_dict()} for one, known in found.items()]
         stored["models"][problem.case] = {
@@ -131,15 +131,6 @@ def _probe(crew: Local, candidate: Candidate, problem: Problem, length: Length) 
     limits, start = Limits(problem.limit, silence=60.0, seconds=120.0), time.monotonic()
     reports = crew.probe(candidate, length, limits)
     return replace(outcome_of(reports, limits, time.monotonic() - start), traceback="")
-
-
-def _merged(first: Outcome, second: Outcome) -> Outcome:
-    """Both rounds' steps, with the first one's warm-up before them; what fails once has failed."""
-    if second.timed is None:
-        return second
-    assert first.timed is not None
-    steps = (*first.steps, *second.steps[second.timed.warmup :])
-    return replace(first, steps=steps, peak=max(first.peak, second.peak))
 
 
 # --- stored data
@@ -165,12 +156,14 @@ class Stored:
         return math.inf if timed is None else timed.seconds
 
     def draw(self, candidate: Candidate, chance: random.Random) -> Outcome:
-        """A probe's answer: four of the stored steps after warm-up."""
+        """A probe's answer: of the stored steps after warm-up, as many as a probe takes by itself."""
         known = self.outcomes[candidate]
         if (timed := known.timed) is None:
             return known
         steps = known.steps[timed.warmup :]
-        return replace(known, steps=(known.steps[0], *(chance.choice(steps) for _ in range(4))))
+        usual = Length()
+        taken = min(usual.most, max(usual.least, math.ceil(usual.seconds / timed.seconds)))
+        return replace(known, steps=(known.steps[0], *(chance.choice(steps) for _ in range(taken))))
 
 
 def stored(path: Path = DATA) -> Iterator[Stored]:
@@ -208,11 +201,11 @@ def replay(data: Stored, expectation: Expectation, seed: int, probes: int = PROB
     """One search by the tuner."""
     chance = random.Random(seed)
     search = Search(list(data.outcomes), expectation, limit=data.problem.limit)
-    while len(search.tried) < probes and (candidate := search.next()) is not None:
+    while search.probes < probes and (candidate := search.next()) is not None:
         search.add(candidate, data.draw(candidate, chance))
     best = search.best
     excess = math.inf if best is None else data.seconds(best) / data.best - 1
-    return Found(len(search.tried), excess, bool(search.ended), *_errors(data, search, expectation))
+    return Found(search.probes, excess, bool(search.ended), *_errors(data, search, expectation))
 
 
 def _errors(data: Stored, search: Search, expectation: Expectation) -> Any:
@@ -321,10 +314,10 @@ def live(case: str) -> None:
     expectation = Expectation(workload(data.problem), data.machine)
     search = Search(list(data.outcomes), expectation, limit=data.problem.limit)
     with Local(workload(data.problem), RANKS, "cpu") as crew:
-        while len(search.tried) < PROBES and (candidate := search.next()) is not None:
+        while search.probes < PROBES and (candidate := search.next()) is not None:
             outcome = _probe(crew, candidate, data.problem, Length())
             search.add(candidate, outcome)
-            print(f"{len(search.tried)}: {candidate.words()}: {outcome.words()}", flush=True)
+            print(f"{search.probes}: {candidate.words()}: {outcome.words()}", flush=True)
     assert search.best is not None
     print(
         f"{search.ended or 'cut'}: {search.best.words()}, {data.seconds(search.best) / data.best - 1:.1%} slower than "

@@ -204,6 +204,31 @@ def test_the_search_ends_at_the_best_of_a_machine_with_other_constants(expectati
         assert "within the noise" in search.ended
 
 
+def test_settings_that_scatter_are_probed_again_before_one_is_called_the_best(expectation: Expectation) -> None:
+    """Oracle: two settings of 1.00 and 1.03 s whose steps scatter by a tenth, one first seen at its unlucky moments."""
+    first, second, third = SMALL.candidates(2, 16)[:3]
+    unlucky = Outcome("measured", (2.0, 0.9, 1.08, 1.2, 1.05), 100_000_000, base=50_000_000)
+    lucky = Outcome("measured", (2.0, 0.9, 1.1, 1.0, 1.06), 100_000_000, base=50_000_000)
+    slow = Outcome("measured", (2.0, *[5.0] * 4), 100_000_000, base=50_000_000)
+    search = Search([first, second, third], expectation, limit=10**12)
+    for one, outcome in ((first, unlucky), (second, lucky), (third, slow)):
+        search.add(one, outcome)
+    assert search.best == second
+    exact = {first: _measured(1.00), second: _measured(1.03)}
+    while (again := search.next()) is not None:
+        search.add(again, exact[again])
+    assert search.best == first
+    assert 4 <= search.probes <= 7
+    assert search.ended
+    assert len(search.tried[first].steps) > 5
+
+
+def test_a_setting_that_fails_when_it_is_probed_again_has_failed() -> None:
+    failed = Outcome("out of memory", phase="backward", limit=100)
+    assert _measured(1.0).with_more(failed) == failed
+    assert _measured(1.0).with_more(_measured(2.0)).steps == (2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0)
+
+
 def test_objectives_choose_by_what_they_say(expectation: Expectation) -> None:
     slow_small, fast_large = Candidate(3, 1, 8, 2), Candidate(0, 8, 1, 2)
     alone = Candidate(0, 16, 1, 1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from onecopy.planner.quantities import gigabytes
@@ -70,6 +70,13 @@ class Outcome:
         if self.kind != "out of memory":
             return self.peak
         return max(self.peak + (self.asked or 0), self.limit or 0)
+
+    def with_more(self, second: Outcome) -> Outcome:
+        """This outcome and that of the same setting's next probe; a setting that fails once has failed."""
+        if self.kind != "measured" or second.timed is None:
+            return second
+        steps = (*self.steps, *second.steps[second.timed.warmup :])
+        return replace(self, steps=steps, peak=max(self.peak, second.peak), took=self.took + second.took)
 
     def words(self) -> str:
         """In one line."""

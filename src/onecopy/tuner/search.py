@@ -1,8 +1,9 @@
 """Search: which setting to try next, when to stop, and what was found. It starts nothing: probes are told to it.
 
 A probe corrects what is believed of all other settings. The next one is that from which most is expected: how much
-faster than the best it may be, times the probability that it fits. The search ends when the best that could still come
-is within the noise of the best found.
+faster than the best it may be, times the probability that it fits. When the best that could still come is within the
+noise of the best found, settings whose steps scatter too much to say which of them is the best are probed again. Then
+the search ends.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ _CAUTION: Final = 1.5
 _LEAST: Final = 3
 """Probes that have to be measured before the search may end by itself."""
 
+_AGAIN: Final = 4
+"""Probes of settings that were measured before, at the most."""
+
 
 class Search:
     """The state of a search.
@@ -59,7 +63,8 @@ class Search:
         calibration: of this machine, from before.
 
     Attributes:
-        tried: what became of each probe, in order.
+        tried: what became of each setting that was probed, in order.
+        probes: how many there were; some settings are probed more than once.
         ended: why nothing more is to be tried; "" while there is.
     """
 
@@ -72,6 +77,7 @@ class Search:
         calibration: Calibration | None = None,
     ) -> None:
         self.tried: dict[Candidate, Outcome] = {}
+        self.probes = 0
         self.ended = ""
         self.candidates = list(candidates)
         self.objective = objective
@@ -87,8 +93,10 @@ class Search:
     # --- what is known
 
     def add(self, candidate: Candidate, outcome: Outcome) -> None:
-        """Take in a probe."""
-        self.tried[candidate] = outcome
+        """Take in a probe, of a new setting or of one that was probed before."""
+        before = self.tried.get(candidate)
+        self.tried[candidate] = outcome if before is None else before.with_more(outcome)
+        self.probes += 1
         self._base = max([known.base for known in self.tried.values()])
         self._learnt = False
 
@@ -143,7 +151,34 @@ class Search:
     # --- what to do
 
     def next(self) -> Candidate | None:
-        """The setting to try; None when the search is over, and `ended` says why."""
+        """The setting to try; None when the search is over, and `ended` says why.
+
+        A setting that was measured before comes again where its steps and the best one's scatter too much to tell them
+        apart.
+        """
+        return self._new() or self._undecided()
+
+    def _undecided(self) -> Candidate | None:
+        """Of the settings that may be the best, the one that is known least; None where that is known well enough."""
+        best = self.best
+        if best is None or self.objective == "memory" or self.probes - len(self.tried) >= _AGAIN:
+            return None
+        goal = self.value(best, self.tried[best]) + self._error(best)
+        close = [one for one in self.ranking() if self.value(one, self.tried[one]) - self._error(one) <= goal]
+        least_known = max(close, key=self._error)
+        if len(close) == 1 or self._error(least_known) <= NOISE:
+            return None
+        self.ended = ""
+        return least_known
+
+    def _error(self, candidate: Candidate) -> float:
+        """The standard error of a measured time, as a share of it."""
+        timed = self.tried[candidate].timed
+        assert timed is not None
+        return timed.error
+
+    def _new(self) -> Candidate | None:
+        """The setting that was not tried yet and from which most is expected."""
         left = [one for one in self.candidates if one not in self.tried and not self.is_hopeless(one)]
         if not left:
             self.ended = "every setting that may fit was tried"

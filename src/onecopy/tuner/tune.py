@@ -318,7 +318,7 @@ class _Lead:
         search.add(candidate, outcome)
         if self._journal is not None:
             self._journal.add(candidate, outcome)
-        self._say(f"{len(search.tried)}. {candidate.words()}: {outcome.words()}")
+        self._say(f"{search.probes}. {candidate.words()}: {outcome.words()}")
         self._check(candidate, outcome)
 
     def _check(self, candidate: Candidate, outcome: Outcome) -> None:
