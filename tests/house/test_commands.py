@@ -1,82 +1,47 @@
 """Commands in README.md and docs/ are understood by what they call. Oracles: the command line itself; the files.
 
-Nothing is run. Each option of `onecopy` is parsed; each script, example and test that is named is there.
+Nothing is run here but parsers; `test_commands_run.py` runs them.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import re
-import shlex
+import runpy
+import subprocess
+import sys
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
 
-import pages
 from onecopy.cli.main import make_app
 from onecopy.cli.train import short_names
+from page_commands import Command, commands
 from places import ROOT
+from ranks import run_ranks
 
-_STARTS = ("onecopy ", "python ", "pytest", "torchrun ", "pip install ", "sudo python ")
-_SHELL = {"&&", "||", ";", "|"}
-
-
-def _lines(page: Path) -> Iterator[tuple[int, str]]:
-    """Lines of code blocks, fenced as a shell's or indented, with those that go on joined."""
-    fence, going_on = None, ""
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
-        if match := re.match(r"```(\w*)$", line):
-            fence = None if fence is not None else match[1]
-        elif fence in ("sh", "bash", "console") or (fence is None and line.startswith("    ")):
-            going_on += line.strip().removesuffix("\\") + " "
-            if not line.endswith("\\"):
-                yield number, going_on.strip().removeprefix("$ ")
-                going_on = ""
+_FOUND = commands()
 
 
-def _commands(page: Path) -> Iterator[tuple[int, list[str]]]:
-    for number, line in _lines(page):
-        # Variables before a command, and where its output goes, are the shell's.
-        line = re.sub(r"^(?:\w+=\S+ +)+| > \S+", "", line)
-        if not line.startswith(_STARTS):
-            continue
-        command: list[str] = []
-        for word in [*shlex.split(line, comments=True), ";"]:
-            if word not in _SHELL:
-                command.append(word)
-            elif command:
-                yield number, command
-                command = []
-
-
-def _found() -> list[Any]:
-    return [
-        pytest.param(command, id=f"{page.relative_to(ROOT)}:{number} {' '.join(command)[:60]}")
-        for page in pages.sources()
-        if "reference" not in page.parts
-        for number, command in _commands(page)
-    ]
-
-
-@pytest.mark.parametrize("command", _found())
-def test_command_is_understood(command: list[str]) -> None:
-    words = command[1:] if command[0] == "sudo" else command
-    # Placeholders stand for files that a reader has; `$common` for options that a line above sets.
-    words = [word for word in words if not word.startswith("$")]
-    match words:
+@pytest.mark.parametrize("command", _FOUND, ids=str)
+def test_command_is_understood(command: Command) -> None:
+    words = command.words[1:] if command.words[0] == "sudo" else command.words
+    match list(words):
         case ["onecopy", *rest]:
             _check_onecopy(rest)
-        case ["python", "-m", *_]:
+        case ["python", "-m" | "-c" | "train.py" | "script.py", *_]:
             pass
         case ["python", script, *options]:
             assert (ROOT / script).is_file(), script
-            source = (ROOT / script).read_text(encoding="utf-8")
-            for option in options:
-                if option.startswith("--"):
-                    assert f'"{option.partition("=")[0]}"' in source, f"{script} has no {option}"
+            if options:
+                [(code, said)] = run_ranks(1, _ask_the_script, script, options, group=False)
+                assert code == 0, said
         case ["pytest", *rest]:
             for word in rest:
                 if "/" in word:
@@ -105,9 +70,57 @@ def _check_onecopy(words: list[str]) -> None:
         command.make_context(name, rest, parent=context)
 
 
+def _ask_the_script(_: int, script: str, options: list[str]) -> tuple[int, str]:
+    """Exit code and words of a script that is asked for help after ``options``: it has parsed them by then."""
+    said = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [script, *options, "--help"]),
+        mock.patch.object(sys, "path", [str((ROOT / script).parent), *sys.path]),
+        redirect_stdout(said),
+        redirect_stderr(said),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    return int(ended.value.code or 0), said.getvalue()
+
+
+_COLLECT = """
+import contextlib, io, json, sys
+import pytest
+
+found = []
+for words in json.load(sys.stdin):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = pytest.main([*words, "--collect-only", "-q", "-p", "no:cacheprovider"])
+    found.append([int(code), said.getvalue()[-300:]])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.long
+def test_pytest_commands_select_tests() -> None:
+    """Oracle: pytest's own collection, which ends with 5 where nothing is selected."""
+    asked = [command for command in _FOUND if command.words[0] == "pytest"]
+    done = subprocess.run(
+        [sys.executable, "-c", _COLLECT],
+        input=json.dumps([command.words[1:] for command in asked]),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    for command, (code, said) in zip(asked, json.loads(done.stdout), strict=True):
+        assert code == 0, f"{command}: {said}"
+
+
 def test_commands_are_found() -> None:
-    """Guards the test above against finding none."""
-    found = [param.values[0][0] for param in _found()]
-    assert {"onecopy", "python", "pytest", "torchrun", "pip", "sudo"} <= set(found)
+    """Guards the tests above against finding none."""
+    assert {"onecopy", "python", "pytest", "torchrun", "pip", "sudo"} <= {command.words[0] for command in _FOUND}
+    assert {True, False} == {command.block for command in _FOUND}
     with pytest.raises(Exception, match="no-such-option"):
         _check_onecopy(["plan", "7e9", "--no-such-option", "3"])
+    [(code, said)] = run_ranks(1, _ask_the_script, "benchmarks/loss.py", ["--no-such-option"], group=False)
+    assert code == 2, said
