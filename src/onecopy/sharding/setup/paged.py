@@ -31,7 +31,7 @@ from torch.optim.optimizer import Optimizer
 from onecopy.errors import UsageError
 from onecopy.memory.arena import Region
 from onecopy.memory.store.pages import Page, Pages
-from onecopy.memory.store.pool import Cancelled, Pool
+from onecopy.memory.store.pool import SLOTS, Cancelled, Pool
 from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.setup.reserved import is_torchs_own
 from onecopy.sharding.tensor.resting import RestingTensor
@@ -43,9 +43,6 @@ Arrival = list[tuple[Page, Tensor, Callable[[], None]]]
 _log = logging.getLogger("onecopy")
 _told: Final[set[type]] = set()
 """Optimizers that were said to step slowly."""
-
-SLOTS: Final = 3
-"""Buckets in memory: one is read, one computed, one written."""
 
 
 @dataclass
