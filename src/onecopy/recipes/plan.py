@@ -98,6 +98,8 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     on_disk = _on_disk(config, psi / schedule.shard, schedule)
     widest = max(padded_numels(unit, schedule)[0] for unit in units) / schedule.shard
     if on_disk:
+        if config.optimizer.optimizer == "muon":
+            on_disk["optimizer, on disk"] = memory["optimizer"]
         memory = _without(memory, config, psi / schedule.shard, widest, schedule, units)
     parts = [kept_bytes(unit, option.checkpointing, parallel.tensor) for unit in units]
     kept = sum(parts)

@@ -31,6 +31,7 @@ from onecopy.observe.ledger import Ledger, Phase
 from onecopy.observe.meter import Meter
 from onecopy.sharding.bucket.bucket import Bucket, FoundParameter
 from onecopy.sharding.bucket.masters import Stores
+from onecopy.sharding.bucket.owners import COMPANION
 from onecopy.sharding.engine.buffers import equalise
 from onecopy.sharding.engine.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.engine.unit import Unit
@@ -208,7 +209,7 @@ def shard(
         staging=Staging(bucket_bytes, on_change=partial(meter.add, "communication")),
         tensor=tensor_mesh((item.name, item.parameter) for found in scopes.values() for item in found),
     )
-    check_can_be_whole(scopes, laid_whole, ranks, offload)
+    check_can_be_whole(scopes, laid_whole, ranks)
     check_mirror(mirror, ranks, kind, offload, device)
     settings = {
         "stage": stage,
@@ -232,7 +233,9 @@ def shard(
 
     modules = dict(model.named_modules())
     regions = Arena() if defragment else None
-    groups = group_parameters(scopes, dtypes, laid_whole, ranks)
+    # A page is brought for all that is in it: another optimizer's parameters beside whole ones would be each step.
+    companion = 0 if offload is not None and offload.on_disk("optimizer") else COMPANION
+    groups = group_parameters(scopes, dtypes, laid_whole, ranks, companion=companion)
     # Before anything may fail, so that ranks go on with the same numbers.
     numbers = [next(_bucket_numbers) for _ in groups]
 
