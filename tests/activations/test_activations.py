@@ -238,7 +238,7 @@ def test_what_cannot_work_says_so(tmp_path: Path) -> Forked:
 
 @one_fork
 def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> Forked:
-    """The system's limit on the size of a file stands for a full disk; mapped memory of one ends in a bus error."""
+    """The system's limit on the size of a file stands for a full disk."""
 
     def run(rank: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -246,7 +246,7 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path: Pat
         meter = Meter(Ledger())
         function = checkpoint(torch.exp, offload=tmp_path / "made", meter=meter)
         x = torch.ones(2048, requires_grad=True)
-        with pytest.raises(OffloadError, match=r"keep 8,192 bytes .*made'.*make room"):
+        with pytest.raises(OffloadError, match=r"reserve 8,192 bytes .*made'.*make room"):
             function(x * 1)
         gc.collect()
         assert list((tmp_path / "made").iterdir()) == []
@@ -254,9 +254,6 @@ def test_a_disk_that_is_full_is_an_error_and_leaves_nothing_behind(tmp_path: Pat
         function(x[:1024] * 1).sum().backward()
         assert x.grad is not None
         torch.testing.assert_close(x.grad[:1024], x.detach()[:1024].exp())
-        (tmp_path / "made").rmdir()
-        with pytest.raises(OffloadError, match=r"keep 4,096 bytes .*No such file"):
-            function(x[:1024] * 1)
 
     yield On(1, run, group=False)
 

@@ -9,8 +9,10 @@ import onecopy
 from models import TinyGPT, seeded
 from on_device import run_on_device, the_device
 from onecopy.activations import checkpoint
+from onecopy.activations.kept import Store
 from onecopy.activations.store import make_store
 from onecopy.errors import UsageError
+from onecopy.memory.store.movers import Movers
 from onecopy.observe.ledger import Ledger
 from onecopy.observe.meter import Meter
 from training import run_clean, trains_like_one_process
@@ -18,6 +20,12 @@ from training import run_clean, trains_like_one_process
 pytestmark = pytest.mark.emulated
 
 BYTES = 4 * 256
+
+
+def _store() -> Store:
+    ledger = Ledger()
+    meter = Meter(ledger)
+    return make_store("cpu", meter, Movers(meter, ledger))
 
 
 class AddsInPlace(TinyGPT):
@@ -58,7 +66,7 @@ def test_what_a_call_kept_is_fetched_ahead_while_the_call_after_it_computes() ->
     """Two tensors in each of three calls: the device holds those of the call that is fetched, and of the one before."""
 
     def run(rank: int, device: torch.device) -> None:
-        store = make_store("cpu", Meter(Ledger()))
+        store = _store()
         values = [torch.full((256,), float(i), device=device) for i in range(6)]
         kept = []
         for pair in range(3):
@@ -105,7 +113,7 @@ def test_an_input_that_its_own_unit_changes_in_place_is_an_error() -> None:
 
 def test_what_is_dropped_while_it_is_fetched_ahead_goes_in_order() -> None:
     def run(rank: int, device: torch.device) -> None:
-        store = make_store("cpu", Meter(Ledger()))
+        store = _store()
         kept = []
         for _ in range(2):
             kept.append(store.keep(torch.zeros(256, device=device)))

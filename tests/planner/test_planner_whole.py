@@ -16,7 +16,8 @@ import onecopy
 from commands import command
 from models import TinyGPT, seeded, token_batches
 from one_fork import Forked, On, one_fork
-from onecopy.planner.answer.estimate import Job, Option, estimate
+from onecopy.planner.answer.advice import Wishes, options
+from onecopy.planner.answer.estimate import Job, Option, estimate, update_seconds
 from onecopy.planner.answer.paste import shard_call
 from onecopy.planner.engine.simulate import describe_units
 from onecopy.planner.machine.machine import Machine, gpu_named
@@ -116,3 +117,17 @@ def test_what_is_pasted_runs() -> None:
     names["muon"].step()
     names["adamw"].step()
     assert len(names["muon"].state) == 8
+
+
+def test_offloaded_matrices_are_multiplied_where_the_optimizer_steps() -> None:
+    """Their operations by the paper's count, at the host's rate; of a GPU's host that rate is not known."""
+    job = Job(from_sizes(4, 256), 128, implementation="muon")
+    here = replace(MACHINE, gpus=2, computes_on_host=True)
+    assert {option.offload for option in options(job, MACHINE, Wishes())} == {"none"}
+    assert {option.offload for option in options(job, here, Wishes())} >= {"none", "optimizer on nvme"}
+    option = Option(3, 1, 1, "off", "optimizer on nvme", 2)
+    rows = [sorted(matrix) for matrix in job.shape.matrices]
+    operations = sum(5 * (4 * m * m * n + 2 * m**3) for m, n in rows) / 2
+    taken, _ = update_seconds(job, here, option, 1e6, 0.0)
+    plain, _ = update_seconds(replace(job, implementation="fused"), here, option, 1e6, 0.0)
+    assert taken - plain == pytest.approx(operations / here.flops(256), rel=0.1)

@@ -139,8 +139,10 @@ def muon_twin(rank: int, text: bytes) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("size, stage", [(2, 3), (3, 2)])
-def test_muon_job_trains_like_its_twin_and_goes_on(text: Path, tmp_path: Path, size: int, stage: int) -> None:
+@pytest.mark.parametrize("size, stage, on_disk", [(2, 3, False), (3, 2, True)])
+def test_muon_job_trains_like_its_twin_and_goes_on(
+    text: Path, tmp_path: Path, size: int, stage: int, on_disk: bool
+) -> None:
     """Newton-Schulz computes in bf16, which turns the last bit of a gradient into the third digit of an update."""
     expected = run_ranks(1, muon_twin, text.read_bytes(), group=False)[0]
     settings: dict[str, Any] = {
@@ -150,10 +152,15 @@ def test_muon_job_trains_like_its_twin_and_goes_on(text: Path, tmp_path: Path, s
         "checkpoint__save_every": 3,
         "run__profile_step": 0,
     }
+    if on_disk:
+        settings["offload__optimizer_on"] = str(tmp_path / "states")
     records, summary = run(tmp_path, size, **settings)
     assert losses(records) == pytest.approx(expected, rel=2e-3)
     # One state of a matrix and two of the rest, as far as one rank's share; AdamW's step counters are 4 bytes each.
     planned, measured = summary["planned"]["memory"], summary["highest_memory"]
+    if on_disk:
+        planned = {"optimizer": summary["planned"]["off_device"]["optimizer, on disk"]}
+        measured = {"optimizer": summary["highest_off_device"]["optimizer, on disk"]}
     assert planned["optimizer"] == pytest.approx(measured["optimizer"], rel=0.05)
     assert sum(planned.values()) == pytest.approx(sum(measured.values()), rel=0.05)
     first = next(iter(sorted((Path(summary["checkpoint"]).parent).glob("*3*"))))

@@ -4,7 +4,7 @@ policy       `Activations`: what `onecopy.shard` is told
 checkpoint   `checkpoint`: a module or function whose inside is recomputed in backward
 region       one checkpointed call, on `torch.utils.checkpoint` and saved-tensor hooks
 partition    which inputs every tensor rank holds alike; cutting them and making them whole
-store        where what is kept lies: device, host memory, files
+store        where what is kept lies: kept (on the device), host (in host memory), disk (in a file)
 """
 
 from onecopy.activations.checkpoint import checkpoint

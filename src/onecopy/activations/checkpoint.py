@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from onecopy.activations.kept import Store
 from onecopy.activations.partition import Partition
 from onecopy.activations.region import Region
-from onecopy.activations.store import Store, make_store
+from onecopy.activations.store import make_store
 from onecopy.comm.mesh import Axis, make_mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.arena import Arena
 from onecopy.memory.staging import Staging
+from onecopy.memory.store.movers import Movers
 from onecopy.observe.ledger import Ledger
 from onecopy.observe.meter import Meter
 
@@ -54,7 +56,7 @@ def checkpoint(
         target: a module, which is changed in place, or a function.
         mesh: the tensor axis, ``mesh["tensor"]``; None cuts nothing.
         offload: where the arguments are kept: None on their device, "cpu" in host memory, or the path of a directory.
-        ledger: where gathers are booked, such as `onecopy.ledger(model)`.
+        ledger: where gathers, and what moves off the device and back, are booked, such as `onecopy.ledger(model)`.
         meter: where bytes are counted, such as `onecopy.meter(model)`.
 
     Returns:
@@ -63,8 +65,10 @@ def checkpoint(
     Raises:
         SettingsError: for a mesh of other axes than "tensor", or an ``offload`` that cannot work.
         UsageError: if a module is checkpointed already.
+        OffloadError: if no file can be made in the directory.
     """
     ledger = ledger or Ledger()
+    meter = meter or Meter(ledger)
     axis = Axis("tensor", None, Staging(), ledger)
     if mesh is not None:
         if mesh.mesh_dim_names not in (("tensor",), ("tp",)):
@@ -72,7 +76,7 @@ def checkpoint(
                 f'activations are cut over the tensor axis: pass mesh["tensor"]; found axes {mesh.mesh_dim_names}.'
             )
         axis = make_mesh(mesh, shards=True, ledger=ledger, staging=Staging()).tensor
-    return checkpoint_over(target, axis, make_store(offload, meter or Meter(ledger)), unit="")
+    return checkpoint_over(target, axis, make_store(offload, meter, Movers(meter, ledger)), unit="")
 
 
 def checkpoint_over(target: F, axis: Axis, store: Store, *, unit: str, arena: Arena | None = None) -> F:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from onecopy.activations.store import Kept, Store
+from onecopy.activations.kept import Kept, Store
 from onecopy.comm.dtensors import dtensor_from, is_dtensor, local_of
 from onecopy.comm.mesh import Axis
 from onecopy.memory.arena import Arena

@@ -11,11 +11,11 @@ from typing import Final
 from torch import nn
 
 from onecopy.activations.checkpoint import checkpoint_over
-from onecopy.activations.store import check_offload, make_store
+from onecopy.activations.kept import Store
+from onecopy.activations.store import check_offload
 from onecopy.comm.mesh import Axis
 from onecopy.errors import SettingsError
 from onecopy.memory.arena import Arena
-from onecopy.observe.meter import Meter
 
 _CHECKPOINTS: Final = ("none", "units")
 
@@ -29,7 +29,7 @@ class Activations:
             a third more compute. "none" leaves activations to the model.
         partition: whether an input that all ranks of the tensor axis hold alike is cut over that axis (P_a in ZeRO).
         offload: where inputs are kept. None: on their device. "cpu": in host memory (P_a+cpu in ZeRO). Or the path of
-            a directory.
+            a directory, which may be that of `Offload`: each rank has one file there, for both.
     """
 
     checkpoint: str = "units"
@@ -50,7 +50,7 @@ class Activations:
         """Raise `SettingsError` for an ``offload`` that cannot work, before a model is changed."""
         check_offload(self.offload)
 
-    def apply(self, scopes: Iterable[tuple[str, nn.Module]], tensor: Axis, meter: Meter, arena: Arena | None) -> None:
+    def apply(self, scopes: Iterable[tuple[str, nn.Module]], tensor: Axis, store: Store, arena: Arena | None) -> None:
         """Checkpoint units.
 
         Left out are the root, which would compute everything again; single layers, which keep their inputs anyway; and
@@ -59,14 +59,12 @@ class Activations:
         Args:
             scopes: units by name, outer ones first.
             tensor: the tensor axis.
-            meter: where bytes are counted.
+            store: where inputs are kept: one for all units, so that each finds what the one before it has kept.
             arena: where inputs that stay on the device are kept; None takes memory for them from PyTorch.
         """
         if self.checkpoint == "none":
             return
         axis = tensor if self.partition else tensor.alone()
-        # One for all units, so that each finds what the one before it has kept.
-        store = make_store(self.offload, meter)
         kept_on_device = arena if self.offload is None else None
         done: list[str] = []
         for name, scope in scopes:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
+from onecopy.activations.kept import Unchanged
 from onecopy.activations.partition import Partition, Saved
-from onecopy.activations.store import Unchanged
 
 
 class Region:

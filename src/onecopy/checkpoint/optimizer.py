@@ -221,11 +221,13 @@ def _common_values(names: list[str], group_of: Mapping[str, Mapping[str, Any]]) 
 
 def _new(optimizer: Optimizer, parameter: Tensor, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
     """A tensor for the state ``key`` of ``parameter``, where such states rest."""
-    if size != parameter.shape or is_laid_whole(parameter, need_of(optimizer)):
+    if size != parameter.shape:
         return torch.empty(size, dtype=dtype, device=parameter.device)
     if isinstance(parameter, RestingTensor) and parameter.page.pages is not None:
         page = parameter.page.pages.state(optimizer, key, dtype)
         return RestingTensor(page, parameter.start, parameter.slicing)
+    if is_laid_whole(parameter, need_of(optimizer)):
+        return torch.empty(size, dtype=dtype, device=parameter.device)
     if isinstance(parameter, SlicedTensor):
         local = torch.empty_like(parameter.local, dtype=dtype, requires_grad=False)
         return SlicedTensor(local, parameter.slicing)

@@ -133,10 +133,6 @@ def _optimizer(config: Config) -> str | None:
             f"optimizer.optimizer = 'muon' needs whole matrices, which parallel.tensor = {config.parallel.tensor} cuts "
             f"over ranks; leave one of them away"
         )
-    if (offload := offload_of(config)) is not None and offload.on_disk("optimizer"):
-        return (
-            "optimizer.optimizer = 'muon' needs whole matrices in memory; offload.optimizer_on may be 'cpu', no files"
-        )
     return None
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 
 from onecopy.errors import SettingsError
+from onecopy.memory.store.pool import SLOTS
 from onecopy.planner.answer.describe import transformer_of
 from onecopy.planner.answer.estimate import Job, Option, step_seconds
 from onecopy.planner.engine.simulate import describe_units
@@ -27,7 +28,6 @@ from onecopy.recipes.model import build_architecture
 from onecopy.recipes.sharded import units_of
 from onecopy.recipes.world import World
 from onecopy.sharding.model.chosen import hidden_matrices
-from onecopy.sharding.setup.paged import SLOTS
 
 _TIMED: Final[tuple[Phase, ...]] = ("forward", "backward", "step")
 
@@ -96,10 +96,16 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     psi = sum(padded_numels(unit, schedule)[0] for unit in units)
     elements = step_elements(parallel.stage, psi, schedule.shard, schedule.micro_batches, schedule.replicate)
     on_disk = _on_disk(config, psi / schedule.shard, schedule)
+    widest = max(padded_numels(unit, schedule)[0] for unit in units) / schedule.shard
     if on_disk:
-        widest = max(padded_numels(unit, schedule)[0] for unit in units) / schedule.shard
+        if config.optimizer.optimizer == "muon":
+            on_disk["optimizer, on disk"] = memory["optimizer"]
         memory = _without(memory, config, psi / schedule.shard, widest, schedule, units)
-    kept = sum(kept_bytes(unit, option.checkpointing, parallel.tensor) for unit in units)
+    parts = [kept_bytes(unit, option.checkpointing, parallel.tensor) for unit in units]
+    kept = sum(parts)
+    states_pool = SLOTS * (3.0 * schedule.widths.master + schedule.widths.gradient) * widest if on_disk else 0.0
+    parts_pool = SLOTS * max(parts) if config.activations.keep_on not in ("device", "cpu") else 0.0
+    memory["communication"] += max(states_pool, parts_pool)
     gathered = kept * (parallel.tensor - 1) * parallel.accumulate
     planned: dict[str, Any] = {
         "memory": memory,
@@ -148,17 +154,15 @@ def _on_disk(config: Config, own: float, schedule: Schedule) -> Sizes:
 
 
 def _without(memory: Sizes, config: Config, own: float, widest: float, schedule: Schedule, units: list[Unit]) -> Sizes:
-    """``memory`` once states are in files: what gathers read, step counts, and the paged step's buffers are left."""
+    """``memory`` once states are in files: what gathers read and step counts are left."""
     offload, widths = offload_of(config), schedule.widths
     assert offload is not None
     lent = 0.0 if offload.on_disk("parameters") else widths.compute * own
-    pool = SLOTS * (3.0 * widths.master + widths.gradient) * widest
     return memory | {
         "parameters_sliced": lent,
         "parameters_gathered": 0.0 if lent and schedule.shard == 1 else memory["parameters_gathered"],
         "gradients_sliced": widths.gradient * widest,
         "optimizer": 4.0 * sum(len(unit.numels) for unit in units),
-        "communication": memory["communication"] + pool,
     }
 
 

@@ -20,6 +20,7 @@ from torch.optim import SGD, AdamW
 
 import onecopy
 from models import VOCAB, Stack, TinyGPT, seeded, token_batches, vector_batches
+from odd_models import Convolutions
 from one_fork import Forked, On, one_fork
 from onecopy.errors import (
     NeedsWholeError,
@@ -227,6 +228,26 @@ def test_conversions_that_change_nothing_are_allowed(conversion: str) -> Forked:
         {"float": model.float, "cpu": model.cpu, "to(float32)": lambda: model.to(torch.float32)}[conversion]()
         assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
         step(model, rank, 2)
+
+    yield On(2, run)
+
+
+@STAGES
+@one_fork
+def test_another_order_of_elements_is_refused_and_the_same_one_is_not(stage: int) -> Forked:
+    """Slices keep the order in which a weight's elements lay, so the conversion would do nothing."""
+
+    def run(rank: int) -> None:
+        for order, other in (
+            (torch.channels_last, torch.contiguous_format),
+            (torch.contiguous_format, torch.channels_last),
+        ):
+            model = onecopy.shard(Convolutions().to(memory_format=order), stage)
+            with pytest.raises(UsageError, match=rf"blocks\.0\.weight.*memory_format={other}\) before onecopy\.shard"):
+                model.to(memory_format=other)
+            assert model.to(memory_format=order) is model
+            with onecopy.gathered(model):
+                assert model.blocks[0].weight.is_contiguous(memory_format=order)
 
     yield On(2, run)
 

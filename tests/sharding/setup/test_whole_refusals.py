@@ -140,15 +140,6 @@ def test_ranks_that_choose_differently_are_told() -> Forked:
 
 
 @one_fork
-def test_whole_parameters_cannot_rest_in_files(tmp_path: Any) -> Forked:
-    def run(rank: int) -> None:
-        with pytest.raises(SettingsError, match="rest in files"):
-            onecopy.shard(seeded(TinyGPT), 3, whole=is_matrix, offload=onecopy.Offload(optimizer=tmp_path))
-
-    yield On(2, run)
-
-
-@one_fork
 def test_a_matrix_cut_over_the_tensor_axis_cannot_be_whole() -> Forked:
     def run(rank: int) -> None:
         mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))

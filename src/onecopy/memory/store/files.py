@@ -184,8 +184,11 @@ class File:
             self._threads.shutdown(wait=True)
             os.close(handle)
 
-    def extend(self, nbytes: int) -> int:
-        """Reserve ``nbytes``, which read as zeros until they are written: what was given back first, else more.
+    def extend(self, nbytes: int, *, zeroed: bool = True) -> int:
+        """Reserve ``nbytes``: what was given back first, else more.
+
+        Args:
+            zeroed: they read as zeros until they are written; otherwise as anything.
 
         Returns where they begin.
 
@@ -196,7 +199,8 @@ class File:
         if not nbytes:
             return start
         if (free := self.room.take(nbytes)) is not None:
-            self._clear(free, nbytes)
+            if zeroed:
+                self._clear(free, nbytes)
             return free
         try:
             os.posix_fallocate(self._handle, start, nbytes)

@@ -27,8 +27,9 @@ class Page:
     """See the file's first lines.
 
     Args:
-        file: where it rests; it holds zeros at first.
+        file: where it rests.
         numel: its elements.
+        zeroed: they are zeros at first; otherwise anything.
         count: told of its bytes as they are taken, and of their negative as they are given back.
 
     Attributes:
@@ -45,6 +46,8 @@ class Page:
         dtype: torch.dtype,
         pages: Pages | None = None,
         count: Callable[[int], None] | None = None,
+        *,
+        zeroed: bool = True,
     ) -> None:
         self.numel = numel
         self.dtype = dtype
@@ -54,7 +57,7 @@ class Page:
         self.is_changed = False
         self.changes = 0
         self._file = file
-        self._start = file.extend(self.nbytes)
+        self._start = file.extend(self.nbytes, zeroed=zeroed)
         self._under_way: Transfer | None = None
         if count is not None:
             count(self.nbytes)

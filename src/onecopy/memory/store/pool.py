@@ -1,5 +1,6 @@
 """Pool: memory into which pages are brought, of at most so many bytes, aligned for direct I/O.
 
+All that one model keeps in files shares one pool, states and activations: they move at different times of a step.
 Memory is mapped and private, so that it goes back to the system whole, and counts as the process's own.
 """
 
@@ -9,11 +10,15 @@ import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from threading import Condition
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from onecopy.memory.store.files import round_up
+
+SLOTS: Final = 3
+"""How many of the largest things that move may be in memory at a time: one is read, one used, one written."""
 
 
 class Cancelled(Exception):
@@ -58,14 +63,23 @@ class Pool:
             self._changed.wait_for(lambda: self._is_cancelled or self._has_room(nbytes))
             if self._is_cancelled:
                 raise Cancelled
-            self._lent += nbytes
-            if self._idle[nbytes]:
-                return self._idle[nbytes].pop()
-            for size in list(self._idle):
-                while self._idle[size] and self._held + nbytes > self._limit:
-                    self._idle[size].pop()
-                    self._count(-size)
-            self._count(nbytes)
+            return self._lend(nbytes)
+
+    def take_now(self, nbytes: int) -> Tensor | None:
+        """As `take`, but None where there is no room at the moment."""
+        nbytes = _size_of(nbytes)
+        with self._changed:
+            return self._lend(nbytes) if self._has_room(nbytes) else None
+
+    def _lend(self, nbytes: int) -> Tensor:
+        self._lent += nbytes
+        if self._idle[nbytes]:
+            return self._idle[nbytes].pop()
+        for size in list(self._idle):
+            while self._idle[size] and self._held + nbytes > self._limit:
+                self._idle[size].pop()
+                self._count(-size)
+        self._count(nbytes)
         memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -97,8 +97,8 @@ def options(job: Job, machine: Machine, wishes: Wishes) -> Iterator[Option]:
     cuts = cuts and not (wishes.checkpointing or "").startswith("P_a")
     for tensor in spread:
         for option in _options_over(tensor, machine, wishes, sequence=cuts and tensor > 1):
-            # What lies whole on one rank cannot rest in files.
-            if job.implementation != "muon" or not option.offload.endswith("nvme"):
+            # Offloaded matrices are multiplied on the host, whose rate is known where all is computed there.
+            if job.implementation != "muon" or option.offload == "none" or machine.computes_on_host:
                 yield option
 
 

@@ -344,6 +344,8 @@ def _host(job: Job, machine: Machine, option: Option, units: list[Unit]) -> floa
             each += pinned_bytes(widths.compute * own)
     elif option.offload != "none":
         largest = max(unit.parameters for unit in units) / _slices(option)
+        if job.implementation == "muon":
+            largest = max(largest, *map(prod, job.shape.matrices))
         each += _SLOTS * (3 * widths.master + widths.gradient) * largest
     if option.checkpointing.endswith("+cpu"):
         each += sum(pinned_bytes(kept_bytes(unit, option.checkpointing, option.tensor)) for unit in units)
@@ -463,11 +465,12 @@ def update_seconds(job: Job, machine: Machine, option: Option, own: float, compu
         # Gradients leave beside backward, in the dtype in which they are summed.
         down = max(0.0, widths.gradient * own / machine.gpu.host - compute / 2)
         transfer = widths.compute * own / machine.gpu.host + down
-    update = cpu_step_seconds(own, machine.host_bandwidth / machine.per_node)
+    update = cpu_step_seconds(own, machine.host_bandwidth / machine.per_node) + _muon_seconds(job, machine, option)
     if option.offload.endswith("nvme"):
-        # Three fp32 states are read and written beside the update, and gradients read; these are written in backward.
+        # Masters and states are read and written beside the update, gradients read; these are written in backward.
         disk = machine.nvme_bandwidth / machine.per_node
-        transfer += max(0.0, (6 * widths.master + widths.gradient) * own / disk - update)
+        moved = 2 * (1 + job.optimizer_tensors) * widths.master + widths.gradient
+        transfer += max(0.0, moved * own / disk - update)
         transfer += max(0.0, widths.gradient * own * option.accumulate / disk - compute / 2)
     if option.offload.startswith("parameters"):
         source = machine.gpu.host if option.offload.endswith("cpu") else machine.nvme_bandwidth / machine.per_node

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from onecopy.comm.collective import Collective
 from onecopy.memory.store.files import File
+from onecopy.memory.store.movers import Movers
 from onecopy.memory.store.pages import Page, Pages
 from onecopy.memory.store.pool import Pool
 from onecopy.observe.meter import IN_HOST_MEMORY, ON_DISK, Meter
-from onecopy.sharding.bucket.host import Booking, Copies
 from onecopy.sharding.tensor.precision import Dtypes
 from onecopy.sharding.tensor.resting import RestingTensor
 from onecopy.sharding.tensor.sliced import Slicing
@@ -72,10 +72,9 @@ class Stores:
 
     Attributes:
         optimizer: the file of masters, optimizer states and gradients; None: host memory.
-        booking: told of copies between a device and the host.
-        meter: where bytes are counted.
         parameters: the file of what gathers read; None: host memory if ``parameters_on_host``, else the device.
-        pool: memory into which pages are brought.
+        meter: where bytes are counted.
+        movers: what carries bytes between device, host and files.
         outbox: for what is written beside computing.
         walks: the step that has pages at hand, if there is one.
     """
@@ -83,18 +82,15 @@ class Stores:
     optimizer: File | None
     parameters: File | None
     parameters_on_host: bool
-    booking: Booking
     meter: Meter
-    pool: Pool
+    movers: Movers
     outbox: Outbox = field(default_factory=Outbox)
-    _copies: dict[torch.device, Copies] = field(default_factory=dict)
     walks: list[Walk] = field(default_factory=list)
 
-    def copies_of(self, device: torch.device) -> Copies:
-        """What copies between ``device`` and the host."""
-        if device not in self._copies:
-            self._copies[device] = Copies(device, self.booking)
-        return self._copies[device]
+    @property
+    def pool(self) -> Pool:
+        """Memory into which pages are brought."""
+        return self.movers.pool
 
 
 class Fetching:
@@ -179,7 +175,7 @@ class MastersOnHost(Masters):
         home = _HOST if stores.parameters_on_host else device
         self.lent = torch.zeros(numel, dtype=dtypes.compute, device=home, pin_memory=home == _HOST)
         self.lends_copy = True
-        self.copies = stores.copies_of(device)
+        self.copies = stores.movers.copies(device)
         on_host = self.in_memory.nbytes + (self.lent.nbytes if home == _HOST else 0)
         stores.meter.add_off_device("parameters_sliced", on_host, IN_HOST_MEMORY)
         weakref.finalize(self, stores.meter.add_off_device, "parameters_sliced", -on_host, IN_HOST_MEMORY)
@@ -205,7 +201,7 @@ class MastersOnHost(Masters):
                 self._copied.synchronize()
             self.lent.copy_(master)
         else:
-            self._copied = self.copies.from_host(master, self.lent, stays=True)
+            self._copied = self.copies.from_host(master, self.lent, may_go=True)
 
     def await_lent(self) -> None:
         if self._copied is not None:
@@ -213,7 +209,7 @@ class MastersOnHost(Masters):
 
     def fetch(self, into: Tensor) -> Callable[[], None]:
         assert self.lent is not None
-        event = self._copied = self.copies.from_host(self.lent, into, stays=False)
+        event = self._copied = self.copies.from_host(self.lent, into, may_go=False)
         return partial(self.copies.wait, event)
 
 

@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer
 
 import onecopy.sharding.tensor.operations  # noqa: F401  (fills SlicedTensor's table of rules)
+from onecopy.activations.kept import Store
 from onecopy.activations.policy import Activations
+from onecopy.activations.store import make_store
 from onecopy.comm.backends import time_limit
 from onecopy.comm.device_meshes import device_mesh
 from onecopy.comm.dtensors import local_of
@@ -23,11 +25,13 @@ from onecopy.comm.mesh import make_mesh
 from onecopy.errors import SettingsError, UsageError
 from onecopy.memory.arena import Arena
 from onecopy.memory.staging import Staging
+from onecopy.memory.store.movers import Movers
 from onecopy.memory.store.offload import Offload
 from onecopy.observe.ledger import Ledger, Phase
 from onecopy.observe.meter import Meter
 from onecopy.sharding.bucket.bucket import Bucket, FoundParameter
 from onecopy.sharding.bucket.masters import Stores
+from onecopy.sharding.bucket.owners import COMPANION
 from onecopy.sharding.engine.buffers import equalise
 from onecopy.sharding.engine.engine import ENGINE, Engine, find_engine
 from onecopy.sharding.engine.unit import Unit
@@ -149,7 +153,8 @@ def shard(
         SettingsError: for a setting that cannot work.
         UsageError: if the model, or a module in it, is sharded already.
         MismatchError: if ranks were given different models or settings.
-        OffloadError: on every rank, if one has no room for the states that it offloads. The model is then as it was.
+        OffloadError: on every rank, if one has no room for the states that it offloads, or can make no file. The model
+            is then as it was.
     """
     kind = Stage.of(stage)
     dtypes = Precision.of(precision)
@@ -204,7 +209,7 @@ def shard(
         staging=Staging(bucket_bytes, on_change=partial(meter.add, "communication")),
         tensor=tensor_mesh((item.name, item.parameter) for found in scopes.values() for item in found),
     )
-    check_can_be_whole(scopes, laid_whole, ranks, offload)
+    check_can_be_whole(scopes, laid_whole, ranks)
     check_mirror(mirror, ranks, kind, offload, device)
     settings = {
         "stage": stage,
@@ -228,12 +233,16 @@ def shard(
 
     modules = dict(model.named_modules())
     regions = Arena() if defragment else None
-    groups = group_parameters(scopes, dtypes, laid_whole, ranks)
+    # A page is brought for all that is in it: another optimizer's parameters beside whole ones would be each step.
+    companion = 0 if offload is not None and offload.on_disk("optimizer") else COMPANION
+    groups = group_parameters(scopes, dtypes, laid_whole, ranks, companion=companion)
     # Before anything may fail, so that ranks go on with the same numbers.
     numbers = [next(_bucket_numbers) for _ in groups]
 
-    def make_buckets() -> tuple[Stores | None, dict[str, list[Bucket]]]:
-        stores = None if offload is None else make_stores(offload, meter, ledger)
+    def make_buckets() -> tuple[Store | None, Stores | None, dict[str, list[Bucket]]]:
+        movers = Movers(meter, ledger)
+        store = None if activations is None else make_store(activations.offload, meter, movers)
+        stores = None if offload is None else make_stores(offload, movers, meter)
         made: dict[str, list[Bucket]] = {name: [] for name in scopes}
         for number, group in zip(numbers, groups, strict=True):
             bucket = Bucket(
@@ -249,10 +258,11 @@ def shard(
                 placing=group.placing,
             )
             made[group.unit].append(bucket)
-        return stores, made
+        return store, stores, made
 
     # A disk may have no room, and the model is then as it was.
-    stores, buckets = make_buckets() if offload is None else everywhere(make_buckets, ranks)
+    offloads = offload is not None or (activations is not None and activations.offload is not None)
+    store, stores, buckets = everywhere(make_buckets, ranks) if offloads else make_buckets()
     _fill(buckets, scopes)
     made = [Unit(name, modules[name], own) for name, own in buckets.items()]
     engine = Engine(
@@ -273,8 +283,8 @@ def shard(
     )
     if dtypes.compute is not None:
         widen_weights(model)
-    if activations is not None:
-        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, meter, regions)
+    if activations is not None and store is not None:
+        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, store, regions)
     if device.type != "meta":
         equalise(model, ranks)
     for one in optimizers:

@@ -24,7 +24,15 @@ from onecopy.errors import UsageError
 from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.engine.engine import Engine
 from onecopy.sharding.setup.needs import need_of
-from onecopy.sharding.setup.owned import end_owned_step, is_laid_whole, is_owned_step, owned_step, show_gradients
+from onecopy.sharding.setup.owned import (
+    end_owned_step,
+    is_laid_whole,
+    is_owned_step,
+    owned_step,
+    sees_whole,
+    show_gradients,
+    write_begins,
+)
 from onecopy.sharding.setup.paged import end_paged_step, page_step
 from onecopy.sharding.setup.reserved import reserve_states
 from onecopy.sharding.tensor.files import describe_difference, is_saved, refuse_pickle
@@ -134,19 +142,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if torch.compiler.is_compiling():
         # Raised as it stands, the error would only make the compiler give this frame up and compile the next.
         torch.compiler.disable(_refuse_compiled_step)()
-    stepped = owned_step(optimizer, lays_whole=lays_whole)
+    is_whole = sees_whole(optimizer, lays_whole=lays_whole)
     _slice_states(optimizer)
     stores = _files_of(engines)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if stores is not None:
-        reserve_states(optimizer, engines[0].mesh, has_closure=callable(closure))
-        stepped = page_step(optimizer, stores)
+        reserve_states(optimizer, engines[0].mesh, has_closure=callable(closure), sees_whole=is_whole)
+        stepped = page_step(optimizer, stores, sees_whole=is_whole)
+    else:
+        stepped = owned_step(optimizer) if is_whole else optimizer
     args = (stepped, *args[1:])
 
     def begin() -> None:
         _gradients_are_there(optimizer, engines)
         if is_owned_step(stepped):
             show_gradients(optimizer)
+        if is_whole:
+            write_begins(optimizer)
 
     if not callable(closure):
         begin()

@@ -10,6 +10,8 @@ twin: an object of its class that shares all of its attributes but two.
 So a step makes no states for what other ranks own and does not count it, while outside of the step, for
 `clip_grad_norm_`, GradScaler, `zero_grad` and checkpoints, every rank's groups are those of one process.
 
+Where parameters rest in files, `paged.py` makes the twin, and what it sees of them are `StandIns`, bucket by bucket.
+
 Optimizers that update each element by itself have no use for it: to them a whole parameter is a slice like any other,
 which holds everything on one rank and nothing on the others.
 """
@@ -17,7 +19,7 @@ which holds everything on one rank and nothing on the others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,14 +27,15 @@ from torch.optim.optimizer import Optimizer
 
 from onecopy.errors import UsageError
 from onecopy.sharding.setup.needs import Need, need_of
+from onecopy.sharding.tensor.resting import RestingTensor
 from onecopy.sharding.tensor.sliced import SlicedTensor
 
 _STAND_IN = "_onecopy_stand_in"
 _IS_TWIN = "_onecopy_owned_step"
 
 
-def owned_step(optimizer: Optimizer, *, lays_whole: bool) -> Optimizer:
-    """What is to be stepped in place of ``optimizer``, itself where it needs and holds no whole parameters.
+def sees_whole(optimizer: Optimizer, *, lays_whole: bool) -> bool:
+    """Whether steps of ``optimizer`` see parameters whole on one rank and not at all on the others; alike on all ranks.
 
     Args:
         lays_whole: some parameters of its models lie whole on one rank.
@@ -42,10 +45,14 @@ def owned_step(optimizer: Optimizer, *, lays_whole: bool) -> Optimizer:
     """
     need = need_of(optimizer)
     if need.is_of_elements if need is not None else not lays_whole:
-        return optimizer
+        return False
     _check(optimizer, need)
-    if not any(is_laid_whole(parameter, need) for parameter in _parameters(optimizer)):
-        return optimizer
+    return any(is_laid_whole(parameter, need) for parameter in _parameters(optimizer))
+
+
+def owned_step(optimizer: Optimizer) -> Optimizer:
+    """What is to be stepped in place of ``optimizer``, which `sees_whole`."""
+    need = need_of(optimizer)
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__, **{_IS_TWIN: True})
     twin.param_groups = [
@@ -65,23 +72,31 @@ def is_owned_step(stepped: object) -> bool:
     return isinstance(stepped, Optimizer) and _IS_TWIN in vars(stepped)
 
 
-def show_gradients(optimizer: Optimizer) -> None:
-    """Give stand-ins their gradients, and say of all whole parameters that they are about to change.
+def write_begins(optimizer: Optimizer) -> None:
+    """Say of all whole parameters that they are about to change.
 
     Every rank says it of the same ones, those that other ranks own among them.
     """
     need = need_of(optimizer)
     writes: dict[Any, None] = {}
     for parameter in _parameters(optimizer):
-        if not is_laid_whole(parameter, need):
-            continue
-        gradient = parameter.grad
-        if gradient is not None and parameter._on_write is not None:
+        if is_laid_whole(parameter, need) and parameter.grad is not None and parameter._on_write is not None:
             writes[parameter._on_write] = None
-        if (seen := _seen(parameter, need)) is not None:
-            seen.grad = None if gradient is None else _view(gradient.local.to(parameter.dtype), parameter)
-    for write_begins in writes:
-        write_begins()
+    for begins in writes:
+        begins()
+
+
+def show_gradients(optimizer: Optimizer) -> None:
+    """Give stand-ins their gradients."""
+    need = need_of(optimizer)
+    for parameter in _parameters(optimizer):
+        if is_laid_whole(parameter, need) and (seen := _seen(parameter, need)) is not None:
+            seen.grad = _gradient(parameter)
+
+
+def _gradient(parameter: SlicedTensor) -> Tensor | None:
+    gradient: Any = parameter.grad
+    return None if gradient is None else as_whole(gradient.local.to(parameter.dtype), parameter)
 
 
 def end_owned_step(optimizer: Optimizer, twin: Optimizer) -> None:
@@ -125,6 +140,20 @@ def _check(optimizer: Optimizer, need: Need | None) -> None:
             )
 
 
+def elements_in_memory(state: Any, parameter: RestingTensor, need: Need | None) -> Tensor | None:
+    """This rank's elements of a state that is to rest where ``parameter`` does and is in memory; None of all others.
+
+    Of a whole parameter these are plain tensors of its shape; what has another shape, or is a tensor of another class,
+    stays in memory.
+    """
+    if isinstance(state, SlicedTensor):
+        is_its = parameter.slicing.matches(state.slicing) and not isinstance(state, RestingTensor)
+        return state.local if is_its else None
+    if not is_laid_whole(parameter, need) or type(state) is not Tensor or not state.dim():
+        return None
+    return parameter.slicing.cut(state) if state.shape == parameter.shape else None
+
+
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -153,16 +182,84 @@ def _stand_in(parameter: SlicedTensor) -> nn.Parameter:
     made: nn.Parameter | None = getattr(parameter, _STAND_IN, None)
     local = parameter.local
     if made is None or made.data_ptr() != local.data_ptr():
-        made = nn.Parameter(_view(local, parameter), parameter.requires_grad)
-        for name, value in vars(parameter).items():
-            # What users and other libraries have put there.
-            if name not in vars(SlicedTensor) and name not in SlicedTensor.__annotations__ and name != _STAND_IN:
-                setattr(made, name, value)
+        made = _new_stand_in(parameter, local)
         setattr(parameter, _STAND_IN, made)
     return made
 
 
-def _view(local: Tensor, like: SlicedTensor) -> Tensor:
+def _new_stand_in(parameter: SlicedTensor, local: Tensor) -> nn.Parameter:
+    made = nn.Parameter(as_whole(local, parameter), parameter.requires_grad)
+    kinds = (SlicedTensor, RestingTensor)
+    own = {_STAND_IN, *(name for kind in kinds for name in (*vars(kind), *kind.__annotations__))}
+    for name, value in vars(parameter).items():
+        # What users and other libraries have put there.
+        if name not in own:
+            setattr(made, name, value)
+    return made
+
+
+class StandIns:
+    """Whole parameters that rest in a file, as a step sees them while their pages are at hand.
+
+    Until `end`, the optimizer has their states by the stand-ins.
+
+    Args:
+        parameters: of the pages that are at hand, those that ``optimizer`` holds.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Iterable[RestingTensor]) -> None:
+        self._optimizer = optimizer
+        self._made: dict[RestingTensor, nn.Parameter] = {}
+        self._writes: dict[RestingTensor, int] = {}
+        self._shown: dict[RestingTensor, dict[str, tuple[Tensor, RestingTensor]]] = {}
+        need = need_of(optimizer)
+        for parameter in parameters:
+            if not is_laid_whole(parameter, need) or not parameter.slicing.numel or parameter.grad is None:
+                continue
+            made = self._made[parameter] = _new_stand_in(parameter, parameter.local)
+            made.grad = gradient = _gradient(parameter)
+            self._writes[parameter] = gradient._version if gradient is not None else 0
+            if parameter in optimizer.state:
+                optimizer.state[made] = self._whole(parameter, optimizer.state.pop(parameter))
+
+    def _whole(self, parameter: RestingTensor, states: Any) -> Any:
+        """States as a step over the whole sees them."""
+        shown = self._shown[parameter] = {}
+        for name, value in list(states.items()) if isinstance(states, dict) else ():
+            if isinstance(value, SlicedTensor):
+                states[name] = as_whole(value.local, value)
+            if isinstance(value, RestingTensor):
+                shown[name] = states[name], value
+        return states
+
+    def seen(self, parameters: Iterable[Any]) -> list[Any]:
+        """What the step sees of ``parameters``."""
+        need = need_of(self._optimizer)
+        return [
+            self._made.get(parameter, parameter)
+            for parameter in parameters
+            if parameter in self._made or not is_laid_whole(parameter, need)
+        ]
+
+    def end(self) -> None:
+        """Have what the step has changed written back, and the optimizer's states by its parameters again."""
+        for parameter, made in self._made.items():
+            parameter.page.is_changed = True
+            gradient: Any = parameter.grad
+            if isinstance(gradient, RestingTensor) and made.grad is not None:
+                gradient.page.is_changed |= made.grad._version != self._writes[parameter]
+            if made not in self._optimizer.state:
+                continue
+            states = self._optimizer.state[parameter] = self._optimizer.state.pop(made)
+            for name, (view, resting) in self._shown.get(parameter, {}).items():
+                if isinstance(states, dict) and states.get(name) is view:
+                    states[name] = resting
+                    resting.page.is_changed = True
+        self._made.clear()
+
+
+def as_whole(local: Tensor, like: SlicedTensor) -> Tensor:
+    """All elements of a whole parameter in its shape, over the memory of ``local``."""
     slicing = like.slicing
     return local.detach().as_strided(slicing.shape, slicing.strides, local.storage_offset())
 
@@ -172,5 +269,5 @@ def _whole_states(states: Any) -> Any:
     if isinstance(states, dict):
         for name, value in states.items():
             if isinstance(value, SlicedTensor):
-                states[name] = _view(value.local, value)
+                states[name] = as_whole(value.local, value)
     return states

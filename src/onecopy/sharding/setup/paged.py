@@ -10,6 +10,9 @@ of the user's, and what belongs to the bucket is at hand from before it comes th
 
 Memory: three of the largest bucket's slices, with gradients and states, whatever the model. Hooks, schedulers and
 closures see one step. Values that a step changes in a group must come out alike in all parts of it.
+
+A step over whole parameters sees those that this rank owns as plain ones while they are at hand (`owned.py`), and the
+others not at all.
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ from torch.optim.optimizer import Optimizer
 from onecopy.errors import UsageError
 from onecopy.memory.arena import Region
 from onecopy.memory.store.pages import Page, Pages
-from onecopy.memory.store.pool import Cancelled, Pool
+from onecopy.memory.store.pool import SLOTS, Cancelled, Pool
 from onecopy.sharding.bucket.masters import Stores
+from onecopy.sharding.setup.needs import need_of
+from onecopy.sharding.setup.owned import StandIns, elements_in_memory, is_laid_whole
 from onecopy.sharding.setup.reserved import is_torchs_own
 from onecopy.sharding.tensor.resting import RestingTensor
-from onecopy.sharding.tensor.sliced import SlicedTensor
 
 Arrival = list[tuple[Page, Tensor, Callable[[], None]]]
 """Pages on their way, the memory for each, and what waits until it is at hand."""
@@ -43,9 +47,6 @@ Arrival = list[tuple[Page, Tensor, Callable[[], None]]]
 _log = logging.getLogger("onecopy")
 _told: Final[set[type]] = set()
 """Optimizers that were said to step slowly."""
-
-SLOTS: Final = 3
-"""Buckets in memory: one is read, one computed, one written."""
 
 
 @dataclass
@@ -63,6 +64,7 @@ class _Stop:
     first: int
     last: int
     at_hand: list[tuple[Page, Tensor]] = field(default_factory=list)
+    stand_ins: StandIns | None = None
 
     @property
     def has_gradients(self) -> bool:
@@ -77,26 +79,33 @@ class _Stop:
 
 
 class PagedGroups(list[dict[str, Any]]):
-    """The groups of an optimizer, a part for each bucket; to walk them brings and puts away what they need."""
+    """The groups of an optimizer, a part for each bucket; to walk them brings and puts away what they need.
 
-    def __init__(self, optimizer: Optimizer, stores: Stores) -> None:
+    Args:
+        sees_whole: steps see parameters whole on one rank. In a part they are there while their bucket is at hand.
+    """
+
+    def __init__(self, optimizer: Optimizer, stores: Stores, *, sees_whole: bool = False) -> None:
         super().__init__()
-        self._optimizer = optimizer
-        self._stores = stores
+        self.optimizer = optimizer
+        self.stores = stores
+        self._need = need_of(optimizer) if sees_whole else None
         self._groups: list[dict[str, Any]] = []
+        self._members: list[list[Any]] = []
         self._stops: list[_Stop] = []
         for pages, members in _by_pages(optimizer).items():
             first = len(self)
             for number, parameters in members.items():
                 group = optimizer.param_groups[number]
                 self._groups.append(group)
-                self.append({**group, "params": parameters})
+                self._members.append(parameters)
+                self.append({**group, "params": self._without_whole(parameters)})
             if pages is not None:
                 every = [parameter for parameters in members.values() for parameter in parameters]
                 self._stops.append(_Stop(pages, every, first, len(self) - 1))
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        walk = _Walk([stop for stop in self._stops if stop.has_gradients], self._optimizer, self._stores)
+        walk = _Walk([stop for stop in self._stops if stop.has_gradients], self)
         try:
             for position in range(len(self)):
                 walk.come_to(position)
@@ -105,6 +114,25 @@ class PagedGroups(list[dict[str, Any]]):
             walk.end()
         finally:
             walk.close()
+
+    def show(self, stop: _Stop) -> None:
+        """The parts of ``stop``, which is at hand, have its whole parameters."""
+        if self._need is None:
+            return
+        stop.stand_ins = StandIns(self.optimizer, stop.parameters)
+        for position in range(stop.first, stop.last + 1):
+            self[position]["params"] = stop.stand_ins.seen(self._members[position])
+
+    def hide(self, stop: _Stop) -> None:
+        """They have them no more."""
+        if stop.stand_ins is not None:
+            stop.stand_ins.end()
+            stop.stand_ins = None
+            for position in range(stop.first, stop.last + 1):
+                self[position]["params"] = self._without_whole(self._members[position])
+
+    def _without_whole(self, parameters: list[Any]) -> list[Any]:
+        return [parameter for parameter in parameters if not is_laid_whole(parameter, self._need)]
 
     def write_back(self) -> None:
         """Give the optimizer's groups the values that the step has left in their parts.
@@ -121,7 +149,7 @@ class PagedGroups(list[dict[str, Any]]):
             different = [name for name in values if not _same(values[name], earlier.get(name))]
             if different:
                 raise UsageError(
-                    f"{type(self._optimizer).__name__} changed {different[0]!r} in a group differently for each "
+                    f"{type(self.optimizer).__name__} changed {different[0]!r} in a group differently for each "
                     "bucket of parameters, so its step needs all parameters at once, but they are offloaded to "
                     "disk: call onecopy.shard without offload=, or use an optimizer that updates each element by "
                     "itself."
@@ -129,23 +157,37 @@ class PagedGroups(list[dict[str, Any]]):
             group.update(values)
 
 
-def page_step(optimizer: Optimizer, stores: Stores) -> Optimizer:
+def page_step(optimizer: Optimizer, stores: Stores, *, sees_whole: bool) -> Optimizer:
     """What is to be stepped in place of ``optimizer``, whose parameters rest in the files of ``stores``.
 
+    Args:
+        sees_whole: as `owned.sees_whole` says. Then each parameter is updated by itself.
+
     Raises:
-        UsageError: if its step needs all parameters at once.
+        UsageError: if its step needs all parameters at once, or sees whole ones some of which do not rest in files.
     """
     if isinstance(optimizer, LBFGS):
         raise UsageError(
             "LBFGS needs all parameters at once in its step, but they are offloaded to disk: call onecopy.shard "
             "without offload=, or use an optimizer that updates each element by itself (AdamW, SGD)."
         )
-    if not _updates_each_element_alone(optimizer):
+    if sees_whole:
+        _check_all_rest(optimizer)
+    elif not _updates_each_element_alone(optimizer):
         return optimizer
     twin: Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups = PagedGroups(optimizer, stores)
+    twin.param_groups = PagedGroups(optimizer, stores, sees_whole=sees_whole)
     return twin
+
+
+def _check_all_rest(optimizer: Optimizer) -> None:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if is_laid_whole(parameter, need_of(optimizer)) and not isinstance(parameter, RestingTensor):
+            raise UsageError(
+                f"{type(optimizer).__name__} holds {parameter.slicing.name!r}, which is in memory, beside whole "
+                "parameters that are offloaded to disk: make an optimizer for each of the two models."
+            )
 
 
 def _updates_each_element_alone(optimizer: Optimizer) -> bool:
@@ -190,10 +232,11 @@ def end_paged_step(optimizer: Optimizer, twin: object, stores: Stores) -> None:
 class _Walk:
     """One pass of a step over the buckets."""
 
-    def __init__(self, stops: list[_Stop], optimizer: Optimizer, stores: Stores) -> None:
+    def __init__(self, stops: list[_Stop], groups: PagedGroups) -> None:
         self._stops = stops
-        self._optimizer = optimizer
-        self._stores = stores
+        self._groups = groups
+        self._optimizer = optimizer = groups.optimizer
+        self._stores = stores = groups.stores
         self._arrivals: SimpleQueue[Arrival | BaseException] = SimpleQueue()
         self._by_first = {stop.first: stop for stop in stops}
         self._by_last = {stop.last: stop for stop in stops}
@@ -251,6 +294,7 @@ class _Walk:
             wait()
         if any(p.grad is not None and not self._optimizer.state.get(p) for p in stop.parameters):
             stop.pages.nursery = Region(stop.pages.master.nbytes)
+        self._groups.show(stop)
 
     def go_on(self, position: int) -> None:
         """The step has done with the part ``position``."""
@@ -261,6 +305,7 @@ class _Walk:
         self._current = None
         stop.pages.nursery = None
         try:
+            self._groups.hide(stop)
             _adopt_states(stop.pages, stop.parameters, self._optimizer, self._stores)
             master = stop.pages.master
             if master.is_changed and stop.pages.on_change is not None and master.at_hand is not None:
@@ -304,26 +349,23 @@ class _Walk:
 
 def _adopt_states(pages: Pages, parameters: list[RestingTensor], optimizer: Optimizer, stores: Stores) -> None:
     """Let states rest that the optimizer has just made, or that were loaded into memory."""
-    new: dict[Page, list[tuple[RestingTensor, SlicedTensor]]] = {}
+    new: dict[Page, list[tuple[RestingTensor, Tensor]]] = {}
+    need = need_of(optimizer)
     for parameter in parameters:
         states = optimizer.state.get(parameter)
         for name, value in list(states.items()) if isinstance(states, dict) else ():
-            if (
-                isinstance(value, SlicedTensor)
-                and not isinstance(value, RestingTensor)
-                and parameter.slicing.matches(value.slicing)
-            ):
+            if (own := elements_in_memory(value, parameter, need)) is not None:
                 page = pages.state(optimizer, name, value.dtype)
                 resting = RestingTensor(page, parameter.start, parameter.slicing)
                 optimizer.state[parameter][name] = resting
-                new.setdefault(page, []).append((resting, value))
+                new.setdefault(page, []).append((resting, own))
     for page, found in new.items():
         whole = page.at_hand
         if whole is None:
             # Made just now. It is written beside the next bucket's update, in memory of its own.
             whole = Region(page.nbytes).empty(page.numel, page.dtype).zero_()
-        for state, value in found:
-            whole[state.start : state.start + state.slicing.numel].copy_(value.local)
+        for state, own in found:
+            whole[state.start : state.start + state.slicing.numel].copy_(own)
         if page.at_hand is None:
             stores.outbox.store(page, whole)
         page.is_changed = page.at_hand is not None

@@ -19,10 +19,8 @@ from torch.optim.optimizer import Optimizer
 from onecopy.comm.dtensors import local_of
 from onecopy.comm.mesh import Mesh
 from onecopy.errors import SettingsError
-from onecopy.memory.store.offload import Offload
 from onecopy.sharding.bucket.bucket import FoundParameter
 from onecopy.sharding.bucket.owners import (
-    COMPANION,
     Item,
     Placing,
     choose_owners,
@@ -89,15 +87,10 @@ def find_whole(
     }
 
 
-def check_can_be_whole(scopes: Scopes, whole: Mapping[str, float], mesh: Mesh, offload: Offload | None) -> None:
+def check_can_be_whole(scopes: Scopes, whole: Mapping[str, float], mesh: Mesh) -> None:
     """Raise `SettingsError` where parameters cannot lie whole on one rank."""
     if not whole:
         return
-    if offload is not None and offload.on_disk("optimizer"):
-        raise SettingsError(
-            f"whole parameters ({next(iter(whole))!r} among them) cannot rest in files while nobody computes with "
-            f"them: offload= to host memory, or leave whole= and optimizers that need it away"
-        )
     for item in (item for found in scopes.values() for item in found if item.name in whole):
         spec = spec_of(item.parameter, mesh.tensor)
         if spec is not None and spec.is_cut:
@@ -108,11 +101,14 @@ def check_can_be_whole(scopes: Scopes, whole: Mapping[str, float], mesh: Mesh, o
             )
 
 
-def group_parameters(scopes: Scopes, precision: Precision, whole: Mapping[str, float], mesh: Mesh) -> list[Group]:
+def group_parameters(
+    scopes: Scopes, precision: Precision, whole: Mapping[str, float], mesh: Mesh, *, companion: int
+) -> list[Group]:
     """The model's buckets, unit by unit.
 
     Args:
         whole: as `find_whole` gives it.
+        companion: elements up to which a cuttable parameter lies beside whole ones.
     """
     groups: list[Group] = []
     for unit, found in scopes.items():
@@ -122,12 +118,12 @@ def group_parameters(scopes: Scopes, precision: Precision, whole: Mapping[str, f
             dtypes = precision.for_parameter(item.parameter.dtype, trainable)
             kinds.setdefault((dtypes, trainable, item.parameter.device), []).append(item)
         groups += [Group(unit, items, dtypes, trainable) for (dtypes, trainable, _), items in kinds.items()]
-    return _placed(groups, whole, mesh.shard.size) if whole else groups
+    return _placed(groups, whole, mesh.shard.size, companion) if whole else groups
 
 
-def _placed(groups: Sequence[Group], whole: Mapping[str, float], ranks: int) -> list[Group]:
+def _placed(groups: Sequence[Group], whole: Mapping[str, float], ranks: int, companion: int) -> list[Group]:
     """The same, with whole parameters each on one rank and the others making up for it."""
-    halves = [half for group in groups for half in _halves(group, whole)]
+    halves = [half for group in groups for half in _halves(group, whole, companion)]
     placed = [(group, item) for group, is_placed in halves if is_placed for item in group.found]
     large = [(group, item) for group, item in placed if item.name in whole]
     items = [Item(local_of(item.parameter).numel(), whole[item.name], group.unit) for group, item in large]
@@ -145,14 +141,14 @@ def _placed(groups: Sequence[Group], whole: Mapping[str, float], ranks: int) -> 
     return [_with_places(group, is_placed, whole, owner_of, shares) for group, is_placed in halves]
 
 
-def _halves(group: Group, whole: Mapping[str, float]) -> list[tuple[Group, bool]]:
+def _halves(group: Group, whole: Mapping[str, float], companion: int) -> list[tuple[Group, bool]]:
     """A group's parameters that are placed, and those that are cut."""
     if not any(item.name in whole for item in group.found):
         return [(group, False)]
     placed: list[FoundParameter] = []
     cut: list[FoundParameter] = []
     for item, numel in zip(group.found, group.numels, strict=True):
-        (placed if item.name in whole or numel <= COMPANION else cut).append(item)
+        (placed if item.name in whole or numel <= companion else cut).append(item)
     halves = [(replace(group, found=placed), True)]
     return [*halves, (replace(group, found=cut), False)] if cut else halves
 

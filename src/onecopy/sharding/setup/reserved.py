@@ -20,11 +20,12 @@ from onecopy.comm.mesh import Mesh
 from onecopy.errors import OffloadError
 from onecopy.memory.store.pages import Pages
 from onecopy.sharding.setup.agreement import everywhere
+from onecopy.sharding.setup.needs import need_of
+from onecopy.sharding.setup.owned import elements_in_memory, is_laid_whole
 from onecopy.sharding.tensor.resting import RestingTensor
-from onecopy.sharding.tensor.sliced import SlicedTensor
 
-_TRIED: Final = (2,)
-"""Shape of what a step is tried on: states of this shape are those that a parameter has element by element."""
+_TRIED: Final = (2, 3, 5, 7)
+"""Sides of what a step is tried on: states of its shape are those that a parameter has element by element."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,15 @@ def is_torchs_own(optimizer: Optimizer) -> bool:
     return all(function.__module__.startswith("torch.optim.") for function in code)
 
 
-def reserve_states(optimizer: Optimizer, mesh: Mesh, *, has_closure: bool) -> None:
+def reserve_states(optimizer: Optimizer, mesh: Mesh, *, has_closure: bool, sees_whole: bool) -> None:
     """Reserve the room of the states that the next step of ``optimizer`` makes of parameters on disk.
 
-    Every rank of ``mesh`` calls it. Ranks send each other messages only if there is something to reserve.
+    Every rank of ``mesh`` calls it. Ranks send each other messages only if there is something to reserve, or if the
+    step sees parameters whole: those that another rank owns may need room there.
 
     Args:
         has_closure: gradients are computed in the step, so that every parameter may have one.
+        sees_whole: as `owned.sees_whole` says.
 
     Raises:
         OffloadError: on every rank, if one has no room. Nothing is reserved then, and no parameter was changed.
@@ -57,7 +60,7 @@ def reserve_states(optimizer: Optimizer, mesh: Mesh, *, has_closure: bool) -> No
     if not is_torchs_own(optimizer):
         return
     needed = _rooms_of_a_step(optimizer, has_closure=has_closure)
-    if not needed:
+    if not needed and not sees_whole:
         return
     missing = [room for room in needed if not room.pages.has_state(optimizer, room.name, room.dtype)]
 
@@ -76,32 +79,37 @@ def reserve_states(optimizer: Optimizer, mesh: Mesh, *, has_closure: bool) -> No
 def _rooms_of_a_step(optimizer: Optimizer, *, has_closure: bool) -> list[_Room]:
     """Of all states that are not at rest: those that the step makes, and those that were loaded into memory."""
     found: dict[_Room, None] = {}
+    need = need_of(optimizer)
     for group in optimizer.param_groups:
-        tried: dict[torch.dtype, dict[str, torch.dtype]] = {}
+        tried: dict[tuple[torch.dtype, int], dict[str, torch.dtype]] = {}
         for parameter in group["params"]:
             pages = parameter.page.pages if isinstance(parameter, RestingTensor) else None
-            if pages is None:
+            is_whole = is_laid_whole(parameter, need)
+            if pages is None or (is_whole and not parameter.slicing.numel):
                 continue
             states = optimizer.state.get(parameter)
             if states:
-                makes = {
-                    name: value.dtype
-                    for name, value in states.items()
-                    if isinstance(value, SlicedTensor) and not isinstance(value, RestingTensor)
-                }
+                found_states = {name: elements_in_memory(value, parameter, need) for name, value in states.items()}
+                makes = {name: value.dtype for name, value in found_states.items() if value is not None}
             elif has_closure or parameter.grad is not None:
-                if parameter.dtype not in tried:
-                    tried[parameter.dtype] = _states_of_a_step(optimizer, group, parameter.dtype)
-                makes = tried[parameter.dtype]
+                kind = parameter.dtype, max(1, parameter.dim()) if is_whole else 1
+                if kind not in tried:
+                    tried[kind] = _states_of_a_step(optimizer, group, *kind)
+                makes = tried[kind]
             else:
                 continue
             found |= dict.fromkeys(_Room(pages, name, dtype) for name, dtype in makes.items())
     return list(found)
 
 
-def _states_of_a_step(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Dtypes by name of the states that a step makes of a parameter of ``dtype`` in ``group``."""
-    tried = torch.zeros(_TRIED, dtype=dtype)
+def _states_of_a_step(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, dimensions: int
+) -> dict[str, torch.dtype]:
+    """Dtypes by name of the states that a step makes of a parameter of ``dtype`` and so many dimensions in ``group``.
+
+    Nothing of one that has more dimensions than `_TRIED`: its states' room is reserved as the step makes them.
+    """
+    tried = torch.zeros(_TRIED[:dimensions], dtype=dtype)
     tried.grad = torch.zeros_like(tried)
     twin: Optimizer = object.__new__(type(optimizer))
     states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -115,4 +123,4 @@ def _states_of_a_step(optimizer: Optimizer, group: dict[str, Any], dtype: torch.
         # The step itself will say what is wrong.
         return {}
     found = states[tried].items()
-    return {name: value.dtype for name, value in found if isinstance(value, Tensor) and value.shape == _TRIED}
+    return {name: value.dtype for name, value in found if isinstance(value, Tensor) and value.shape == tried.shape}

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
+from onecopy.comm.mesh import Axis
 from onecopy.errors import UsageError
 from onecopy.sharding.model.structure import whole_model_of
 from onecopy.sharding.setup.needs import need_of
-from onecopy.sharding.setup.owned import is_laid_whole
+from onecopy.sharding.setup.owned import as_whole, is_laid_whole
 from onecopy.sharding.setup.whole import allocate
 from onecopy.sharding.tensor.single import gather_slices
 from onecopy.sharding.tensor.sliced import SlicedTensor
@@ -82,22 +83,31 @@ def _optimizer_asked(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
     info = _asked_for_whole("_get_optim_state_dict")
     if info is None:
         return None
+    need = need_of(optimizer)
+    found: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
+    owned = {number: p.slicing.axis for number, p in enumerate(found) if is_laid_whole(p, need)}
+
+    def make_whole(number: Any, value: Any) -> Any:
+        if not isinstance(value, SlicedTensor):
+            return value
+        # Of a parameter that lies whole, this rank alone has states, in a file or as they were loaded.
+        return as_whole(value.local, value) if number in owned else _whole(value, info)
+
     states = {
-        number: {
-            name: _whole(value, info) if isinstance(value, SlicedTensor) else value for name, value in values.items()
-        }
+        number: {name: make_whole(number, value) for name, value in values.items()}
         if isinstance(values, dict)
         else values
         for number, values in state_dict["state"].items()
     }
-    return {**state_dict, "state": _with_other_owners(optimizer, states)}
+    return {**state_dict, "state": _with_other_owners(states, owned)}
 
 
-def _with_other_owners(optimizer: Optimizer, states: dict[Any, Any]) -> dict[Any, Any]:
-    """The states by number of parameter, those of parameters that other ranks own among them."""
-    need = need_of(optimizer)
-    found: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = {number: p.slicing.axis for number, p in enumerate(found) if is_laid_whole(p, need)}
+def _with_other_owners(states: dict[Any, Any], numbers: dict[int, Axis]) -> dict[Any, Any]:
+    """The states by number of parameter, those of parameters that other ranks own among them.
+
+    Args:
+        numbers: of parameters that lie whole on one rank, and the axis along which the other ranks are.
+    """
     for axis in dict.fromkeys(numbers.values()):
         own = {number: states[number] for number, along in numbers.items() if along is axis and number in states}
         for others in axis.exchange_objects(_on_cpu(own)):

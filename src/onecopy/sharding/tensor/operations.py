@@ -142,6 +142,7 @@ def _new_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SlicedTensor:
     source: SlicedTensor = args[0]
     _refuse_other_device(source, kwargs.get("device"))
+    _refuse_other_order(source, kwargs.get("memory_format"))
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return SlicedTensor(func(source.local, **kwargs), source.slicing)
 
@@ -156,6 +157,17 @@ def _refuse_other_device(source: SlicedTensor, device: torch.device | None) -> N
             f"{source.slicing.name!r} is sharded on {source.device} and cannot be moved to {device}: move the model "
             "before onecopy.shard, or give a meta model memory with onecopy.materialize. To copy one slice to "
             "another device: p.detach().to(...)."
+        )
+
+
+def _refuse_other_order(source: SlicedTensor, order: torch.memory_format | None) -> None:
+    """`.to(memory_format=)` of a module would change nothing and say nothing."""
+    if order is None or order == torch.preserve_format or not isinstance(source, torch.nn.Parameter):
+        return
+    if not source.is_contiguous(memory_format=order):
+        raise UsageError(
+            f"{source.slicing.name!r} is sharded, and its elements stay in the order in which they lay before, which "
+            f"is not {order}: call model.to(memory_format={order}) before onecopy.shard."
         )
 
 
