@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 import onecopy
 from onecopy.recipes.config import Config
-from onecopy.resilience.run import Repair
+from onecopy.resilience.losses import Repair
 
 T = TypeVar("T")
 

@@ -152,6 +152,11 @@ def agree(world: Axis, values: Tensor) -> float:
     return float(values[0])
 
 
+def all_come(world: Axis) -> None:
+    """Return once all ranks have come here."""
+    agree(world, torch.zeros(1, dtype=torch.float64))
+
+
 def settle(
     world: Axis,
     engine: Engine,
