@@ -21,12 +21,12 @@ from torch import Tensor
 
 from onecopy.errors import CollectiveError, OnecopyError, RecoveryError
 from onecopy.resilience.holdings import Holdings
-from onecopy.resilience.losses import Repair, is_loss, lost_between
-from onecopy.resilience.meeting import meet
+from onecopy.resilience.losses import Repair, is_loss, repaired
+from onecopy.resilience.meeting import meet, shape_among
 from onecopy.resilience.membership import membership
 from onecopy.resilience.points import reach
 from onecopy.resilience.saves import Saves
-from onecopy.resilience.settling import Standing, agree, all_come, settle
+from onecopy.resilience.settling import Standing, agree, all_come, reach_the_highest
 from onecopy.resilience.top import Top
 from onecopy.sharding.engine.engine import Engine
 
@@ -45,6 +45,7 @@ class Commits:
         steps: how many of them were steps.
         repairs: the losses that were made good while this process was a rank.
         total: the sum over ranks of the values that the last step was given.
+        grows: a process waits to be a rank, and all know it.
     """
 
     def __init__(self, engine: Engine, holdings: Holdings, top: Top, saves: Saves) -> None:
@@ -52,6 +53,7 @@ class Commits:
         self.steps = 0
         self.repairs: list[Repair] = []
         self.total: list[float] = []
+        self.grows = False
         self._engine, self._holdings, self._top, self._saves = engine, holdings, top, saves
         self._pending: Callable[[], None] | None = None
 
@@ -71,7 +73,8 @@ class Commits:
         def pass_point() -> None:
             self._holdings.prepare()
             self._pending = apply
-            self._engine.open_step(partial(self._agree, torch.tensor([0.0, *values], dtype=torch.float64)))
+            told = torch.tensor([float(self._hears_of_more()), *values], dtype=torch.float64)
+            self._engine.open_step(partial(self._agree, told))
 
         self._commit(pass_point)
 
@@ -104,10 +107,23 @@ class Commits:
 
     def _agree(self, values: Tensor) -> None:
         reach("agree")
-        agree(self._holdings.world, values)
+        self.grows = agree(self._holdings.world, values) > 0
         if values.numel() > 1:
             self.total = values.tolist()[1:]
         reach("agreed")
+
+    def _hears_of_more(self) -> bool:
+        """Whether a process waits to be a rank; the first rank asks."""
+        member = membership()
+        return member is not None and self._holdings.world.rank == 0 and member.may_grow()
+
+    def grow(self) -> None:
+        """Meet the process that waits, between two steps; every rank calls it."""
+        member = membership()
+        assert member is not None
+        assert member.now is not None
+        member.ask(member.now.number)
+        self.recover()
 
     def _advance(self) -> None:
         """Past the commit point: nothing here waits for another rank."""
@@ -129,12 +145,12 @@ class Commits:
         while True:
             self._engine.abandon()
             self._holdings.part()
-            mesh = meet(self._engine.mesh_shape)
+            mesh = meet(partial(shape_among, self._engine.mesh_shape))
             met = time.time()
             try:
                 self._engine.mesh.reconnect(mesh)
                 self._holdings.connect()
-                standings, version = self._settle()
+                standings = self._settle()
                 self._engine.meet_anew()
                 all_come(self._holdings.world)
             except RecoveryError as error:
@@ -144,28 +160,29 @@ class Commits:
                     raise
                 continue
             break
-        self.version = version
         self._top.knows = [standing.knows for standing in standings]
         # Where a rank was lost in a save, some may hold it for made.
         self._saves.newest = min((standing.saved for standing in standings if standing.knows), default=0)
+        self.grows = False
         assert member.now is not None
-        lost = (self._holdings.world.rank,) if earlier is None else lost_between(earlier, member.now)
-        self.repairs.append(Repair(self.steps, lost, began, met, time.time()))
+        self.repairs.append(repaired(earlier, member.now, self._holdings.world.rank, self.steps, began, met))
         if earlier is not None:
             _log.warning("%s", self.repairs[-1])
         reach("settled")
 
-    def _settle(self) -> tuple[list[Standing], int]:
-        world = self._holdings.world
+    def _settle(self) -> list[Standing]:
+        holdings = self._holdings
         reach("vote")
-        knows = self.version >= 0 and (not self._top.knows or self._top.knows[world.rank])
-        standing = Standing(self.version, knows, self._engine.mesh.shard.rank, self._saves.newest)
-        standings, version = settle(world, self._engine, standing, self._holdings.held, self._catch_up)
+        version, cut = reach_the_highest(
+            holdings.world, self.version, holdings.cut, catch_up=self._catch_up, switch=self._switch
+        )
+        place = self._engine.mesh.shard.rank
+        own = Standing(self.version, self._top.is_informed, place, self._saves.newest, holdings.seat)
+        standings = holdings.world.exchange_objects(own)
+        holdings.take(standings, version, cut)
+        self.version = version
         reach("states")
-        new = [rank for rank, found in enumerate(standings) if found.version < 0]
-        if new:
-            self._holdings.hand_over_capsules(new)
-        return standings, version
+        return standings
 
     def _catch_up(self) -> None:
         """Others have passed the commit point to which this rank has come, too."""
@@ -173,3 +190,8 @@ class Commits:
         self._advance()
         self._engine.close_step()
         reach("caught up")
+
+    def _switch(self, cut: int) -> int:
+        """Others hold slices of that cut already, which this rank may have drafted, too."""
+        self.version = self._holdings.switch_to(cut, self.version)
+        return self.version

@@ -6,7 +6,7 @@ apply     this rank's slice and its mirror are updated; no message
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Final
 
@@ -17,17 +17,15 @@ from torch.optim.optimizer import Optimizer
 from onecopy.comm.mesh import Axis
 from onecopy.errors import RecoveryError, UsageError
 from onecopy.resilience.capsules import Belongings, is_unscaled, unscaled_alike
+from onecopy.resilience.handing import Capsules, Streams, regroup
+from onecopy.resilience.mirrors import Mirror, own_gradients
 from onecopy.resilience.points import reach
-from onecopy.resilience.settling import MIRROR, OWN, first_mirrors, hand_over
-from onecopy.resilience.slices import Mirror, Slices, group_values, own_gradients, own_slices
+from onecopy.resilience.recutting import Draft, draft, layouts_for, mirror_of, seat_of
+from onecopy.resilience.settling import MIRROR, OWN, Seat, Standing, all_come, first_mirrors, hand_over, plan_transfers
+from onecopy.resilience.slices import Slices, group_values, own_slices
 from onecopy.sharding.engine.engine import Engine
 
 _DTYPES: Final = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-_log = logging.getLogger("onecopy")
-
-Capsules = tuple[Tensor | None, Tensor | None]
-"""This rank's, and that of the rank after it."""
 
 
 class Holdings:
@@ -35,14 +33,20 @@ class Holdings:
 
     Attributes:
         held: by `OWN` and `MIRROR`, the slices.
+        seat: for which they were cut.
+        cut: how often they were cut anew; -1: this process is new and holds nothing.
         capsules: as they were when the last step was made.
+        streams: of random numbers.
     """
 
     def __init__(
         self, engine: Engine, optimizer: Optimizer, scaler: torch.amp.GradScaler | None, belongings: Belongings
     ) -> None:
         self.held: dict[str, Slices] = {}
+        self.seat: Seat | None = None
+        self.cut = 0
         self.capsules: Capsules = (None, None)
+        self.streams = Streams()
         self._engine = engine
         self._optimizer = optimizer
         self._scaler = scaler
@@ -50,6 +54,7 @@ class Holdings:
         self._world: Axis | None = None
         self._mirror: Mirror | None = None
         self._coming: Capsules = (None, None)
+        self._draft: tuple[Draft, Capsules, Streams] | None = None
 
     @property
     def world(self) -> Axis:
@@ -68,19 +73,33 @@ class Holdings:
 
     def connect(self) -> None:
         """What follows from the process groups as they are now."""
-        mesh = self._engine.mesh
-        self._world = mesh.all_ranks()
-        if self._engine.mirror and self._mirror is None:
-            self._mirror = Mirror(self._engine, self._optimizer, (mesh.shard.rank + 1) % mesh.shard.size)
+        engine = self._engine
+        self._world = engine.mesh.all_ranks()
+        now = seat_of(engine, self._world)
+        if self.seat is None or self.cut < 0:
+            if self.seat not in (None, now):
+                # The script of this process ran for a seat that it does not get.
+                engine.recut(layouts_for(engine, now), now.place, None)
+                self._mirror = None
+            self.seat = now
+        if engine.mirror and self._mirror is None and self.seat == now and now.places > 1:
+            self._mirror = Mirror(engine, self._optimizer, mirror_of(now))
+        self._hold()
+
+    def _hold(self) -> None:
         self.held = {OWN: own_slices(self._engine, self._optimizer)}
         if self._mirror is not None:
+            self._mirror.count()
             self.held[MIRROR] = self._mirror
+        else:
+            self._engine.meter.set("mirror", 0)
 
     def begin(self) -> None:
         """Before the first step: mirrors are filled, and capsules sent."""
         if self._mirror is not None:
             hand_over(self.world, self._engine, first_mirrors(self.world.size), self.held)
         self.capsules = self._exchange(with_gradients=False)
+        self.streams = Streams(tuple(range(self.world.size)))
 
     def prepare(self) -> None:
         """All that a step sends but the agreement: afterwards this rank and the one before it can make it."""
@@ -96,7 +115,7 @@ class Holdings:
         """Send the rank before this one its capsule, and its gradients where that one mirrors it."""
         world = self.world
         if world.size == 1:
-            return None, None
+            return self._belongings.capsule(), None
         before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
         present, flats = own_gradients(self._engine) if self._mirror and with_gradients else ([], list)
         codes = [_DTYPES.index(dtype) for dtypes in present for dtype in dtypes]
@@ -167,19 +186,57 @@ class Holdings:
             if MIRROR in found and found[MIRROR] != everyones[owner][OWN]:
                 raise RecoveryError(f"rank {rank} mirrors the slices of rank {owner}, and they are not the same")
 
-    def hand_over_capsules(self, new: list[int]) -> None:
-        """Ranks that are ``new`` get the capsules of the ranks whose places they have; every rank calls it."""
+    # --- where ranks have met anew
+
+    def take(self, standings: Sequence[Standing], version: int, cut: int) -> None:
+        """Hold what belongs to this rank's seat. Every rank calls it, and all but newcomers hold what counts.
+
+        Args:
+            version, cut: those that count.
+
+        Raises:
+            RecoveryError: on every rank, if some slice is held by nobody.
+            CollectiveError: if a rank is lost meanwhile.
+        """
         world = self.world
-        before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-        own, held = self.capsules
-        told: dict[tuple[int, str], Tensor | None] = {}
-        if world.rank not in new:
-            told = {(after, OWN): held} if after in new else {}
-            if before in new:
-                told[before, MIRROR] = own
-        everyones = {key: capsule for others in world.exchange_objects(told) for key, capsule in others.items()}
-        if world.rank in new:
-            own, held = everyones.get((world.rank, OWN)), everyones.get((world.rank, MIRROR))
-            self.capsules = (own, held)
-            if own is None:
-                _log.warning("rank %d: its random numbers were lost with rank %d; they begin anew", world.rank, before)
+        self._draft = None
+        stay = all(
+            found.version < 0 or found.seat == Seat(rank, world.size, found.place, self._engine.mesh.shard.size)
+            for rank, found in enumerate(standings)
+        )
+        capsules, streams = regroup(world, standings, self.capsules, self.streams, stay=stay)
+        if stay:
+            places = self._engine.mesh.shard.size
+            transfers = plan_transfers(standings, shards=places, mirrored=bool(self._engine.mirror) and places > 1)
+            hand_over(world, self._engine, transfers, self.held)
+            self.capsules, self.streams, self.cut = capsules, streams, cut
+            return
+        made = draft(world, self._engine, self._optimizer, standings, self.held, version, cut + 1)
+        # Before all have come to the point from which on each relies on everyone's.
+        self._draft = made, capsules, streams
+        reach("drafted")
+        all_come(world)
+        self._switch()
+
+    def switch_to(self, cut: int, version: int) -> int:
+        """Take the slices that were drafted if they are of that cut; local. Returns the version of what is held then.
+
+        Args:
+            version: of what is held now.
+        """
+        if self._draft is None or self._draft[0].cut != cut:
+            # A newcomer, who has not come as far.
+            assert version < 0
+            return version
+        return self._switch()
+
+    def _switch(self) -> int:
+        assert self._draft is not None
+        (made, self.capsules, self.streams), self._draft = self._draft, None
+        made.install(self._engine, self._optimizer)
+        self._mirror = made.mirror
+        self.seat = made.seat
+        self.cut = made.cut
+        self._hold()
+        reach("switched")
+        return made.version

@@ -15,16 +15,20 @@ _A_MOMENT: Final = 0.5
 
 @dataclass(frozen=True)
 class Repair:
-    """A loss of ranks that was made good.
+    """A loss of ranks that was made good, or a rank that came to make them more.
 
     Attributes:
         step: steps that were made when it came.
-        ranks: that were replaced.
+        ranks: that were lost.
+        number: ranks from then on.
+        joined: how many of them are new.
         began, met, settled: Unix times in seconds: the loss was noticed here, the ranks had met, they had their slices.
     """
 
     step: int
     ranks: tuple[int, ...]
+    number: int
+    joined: int
     began: float
     met: float
     settled: float
@@ -36,8 +40,14 @@ class Repair:
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
-        which = f"rank{'s' if len(self.ranks) != 1 else ''} {ranks}"
-        return f"lost {which} after step {self.step}; back after {self.seconds:.2f} s"
+        lost = f"lost rank{'s' if len(self.ranks) != 1 else ''} {ranks}"
+        took = f"after {self.seconds:.2f} s"
+        if len(self.ranks) == self.joined:
+            return f"{lost if self.ranks else 'met anew'} after step {self.step}; back {took}"
+        if not self.ranks:
+            more = "a rank has" if self.joined == 1 else f"{self.joined} ranks have"
+            return f"{more} joined after step {self.step}; {self.number} go on {took}"
+        return f"{lost} after step {self.step}; {self.number} go on {took}"
 
 
 def is_loss(error: BaseException) -> bool:
@@ -60,6 +70,15 @@ def is_loss(error: BaseException) -> bool:
     return False
 
 
-def lost_between(earlier: Generation, now: Generation) -> tuple[int, ...]:
-    """The ranks of a generation whose processes are not in a later one."""
-    return tuple(rank for rank, process in enumerate(earlier.members) if process not in now.members)
+def repaired(earlier: Generation | None, now: Generation, rank: int, step: int, began: float, met: float) -> Repair:
+    """What has come of a loss between two generations; it is made good now.
+
+    Args:
+        earlier: None on a newcomer, which knows of nothing before it.
+        rank: this one.
+    """
+    if earlier is None:
+        return Repair(step, (rank,), len(now.members), 1, began, met, time.time())
+    lost = tuple(number for number, process in enumerate(earlier.members) if process not in now.members)
+    joined = sum(process not in earlier.members for process in now.members)
+    return Repair(step, lost, len(now.members), joined, began, met, time.time())

@@ -83,6 +83,13 @@ def _check_mesh(engine: Engine) -> None:
     """Raise `SettingsError` if the mesh cannot be made anew from its sizes and names."""
     if engine.mesh_shape is None or membership() is None:
         return
+    member = membership()
+    may_shrink = member is not None and member.now is not None and member.now.fewest < member.now.wanted
+    if may_shrink and engine.mesh.copies > 1 and engine.stage.shards_optimizer:
+        raise SettingsError(
+            "onecopy run --min-ranks goes on with one rank less, among which each slice cannot have several holders: "
+            "shard with mirror=True in place of copies=, or leave --min-ranks out"
+        )
     _, sizes, names = engine.mesh_shape
     ranks = torch.arange(dist.get_world_size()).view(-1)
     strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]

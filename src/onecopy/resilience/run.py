@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 from onecopy.errors import UsageError
 from onecopy.resilience.capsules import Belongings
 from onecopy.resilience.commits import Again, Commits
+from onecopy.resilience.dividing import MicroBatch, divide
 from onecopy.resilience.holdings import Holdings
 from onecopy.resilience.losses import Repair, is_loss
 from onecopy.resilience.membership import membership
@@ -54,7 +55,7 @@ class Run:
         save_every: int,
         keep: int,
     ) -> None:
-        engine = engine_of(model)
+        engine = self._engine = engine_of(model)
         belongings = Belongings(engine, optimizer, {**kept, "scaler": scaler})
         self._optimizer = optimizer
         self._holdings = Holdings(engine, optimizer, scaler, belongings)
@@ -84,6 +85,16 @@ class Run:
         return self._commits.steps
 
     @property
+    def rank(self) -> int:
+        """This rank's number now; it may be another one after a loss."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are now."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
     def repairs(self) -> list[Repair]:
         """The losses that were made good while this process was a rank."""
         return self._commits.repairs
@@ -100,18 +111,21 @@ class Run:
 
         Args:
             batches: called with a number of steps, returns the batches from that step on; the same on every rank's
-                every call, and drawing no numbers from global random generators. All ranks have equally many.
+                every call, and drawing no numbers from global random generators. All ranks have equally many. It is
+                called again where `rank` or `ranks` have changed, for data to be divided anew.
         """
         self._begin()
         number = self._next_loop()
         stream: Iterator[T] | None = None
         fetched: list[T] = []
         fetched_at = -1
+        divided = (-1, -1)
         while True:
             self._come_to_top()
             if number < len(self._ends) and self._commits.version >= self._ends[number]:
                 return
-            if stream is None:
+            if stream is None or divided != (self.rank, self.ranks):
+                divided, fetched_at = (self.rank, self.ranks), -1
                 stream = iter(batches(self.steps))
             if fetched_at != self._commits.version:
                 fetched = [batch for _, batch in zip(range(1), stream, strict=False)]
@@ -196,6 +210,27 @@ class Run:
         self._commits.step(values, update=update)
         return self.total
 
+    def micro_batches(self, global_batch: int, most: int) -> list[MicroBatch]:
+        """This rank's part of a global batch, which stays the same whatever number of ranks there is.
+
+        It also tells the model how many micro-batches the step has, in place of `onecopy.shard(accumulate=)`: to be
+        called once in each attempt at a step, before the first forward.
+
+        Args:
+            global_batch: samples in a step, over all ranks.
+            most: samples that a rank computes at a time.
+
+        Returns:
+            Equally many on every rank. Each says which samples of the global batch it has, and by what their mean loss
+            is to be multiplied.
+
+        Raises:
+            SettingsError: if one of the numbers is below 1.
+        """
+        found = divide(global_batch, most, self.rank, self.ranks)
+        self._engine.micro_batches.expect(len(found))
+        return found
+
     # --- the top of the loop
 
     def _begin(self) -> None:
@@ -204,7 +239,8 @@ class Run:
             return
         self._begun = True
         if dist.is_initialized() and dist.get_backend() == "fake":
-            self._commits.version = -1
+            self._commits.version = self._holdings.cut = -1
+            self._top.is_informed = False
             self._commits.recover()
             return
         self._holdings.connect()
@@ -219,10 +255,11 @@ class Run:
 
     def _come_to_top(self) -> None:
         """Between two steps: what this rank is to begin the next one with, and what newcomers lack of it."""
-        counts = {"steps": self.steps, "ends": list(self._ends)}
-        self._top.come(self._commits.version, knows=self._top.knows[self._holdings.world.rank], counts=counts)
+        self._top.come(self._commits.version, {"steps": self.steps, "ends": list(self._ends)})
         while True:
             try:
+                if self._commits.grows:
+                    self._commits.grow()
                 if not all(self._top.knows):
                     self._tell_newcomers()
                 if self._saves.is_due(self.steps):

@@ -23,10 +23,12 @@ class Top:
 
     Attributes:
         knows: for each rank, whether it has what users keep; empty before ranks have met.
+        is_informed: whether this one has.
     """
 
     def __init__(self, belongings: Belongings) -> None:
         self.knows: list[bool] = []
+        self.is_informed = True
         self._belongings = belongings
         self._snapshot: dict[str, Any] = {}
         self._generators: dict[str, Any] = {}
@@ -34,16 +36,15 @@ class Top:
         self._at = -1
         self._is_redone = False
 
-    def come(self, version: int, *, knows: bool, counts: dict[str, Any]) -> None:
+    def come(self, version: int, counts: dict[str, Any]) -> None:
         """A step begins, or begins again.
 
         Args:
             version: of the slices.
-            knows: this rank has what users keep.
             counts: what newcomers are to know of the run itself.
         """
         self._is_redone = self._at == version
-        if not knows:
+        if not self.is_informed:
             return
         if self._is_redone:
             self._belongings.restore(self._snapshot)
@@ -90,6 +91,7 @@ class Top:
             if capsule is not None:
                 self._belongings.open_capsule(capsule)
             self._belongings.remember_buffers()
+            self.is_informed = True
         self.knows = [True] * world.size
         # A newcomer begins this step; it does not do it over.
         self._at = version
