@@ -164,8 +164,7 @@ class Commits:
         # Where a rank was lost in a save, some may hold it for made.
         self._saves.newest = min((standing.saved for standing in standings if standing.knows), default=0)
         self.grows = False
-        assert member.now is not None
-        self.repairs.append(repaired(earlier, member.now, self._holdings.world.rank, self.steps, began, met))
+        self.repairs.append(repaired(earlier, member, self.steps, began, met))
         if earlier is not None:
             _log.warning("%s", self.repairs[-1])
         reach("settled")

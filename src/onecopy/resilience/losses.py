@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from onecopy.errors import CollectiveError, UsageError
-from onecopy.resilience.membership import Generation, membership
+from onecopy.resilience.membership import Generation, Membership, membership
 
 _A_MOMENT: Final = 0.5
 """Seconds in which the launcher tells of a loss that has shown itself as some other error first."""
@@ -70,15 +70,17 @@ def is_loss(error: BaseException) -> bool:
     return False
 
 
-def repaired(earlier: Generation | None, now: Generation, rank: int, step: int, began: float, met: float) -> Repair:
-    """What has come of a loss between two generations; it is made good now.
+def repaired(earlier: Generation | None, member: Membership, step: int, began: float, met: float) -> Repair:
+    """What has come of a loss since an earlier generation; it is made good now.
 
     Args:
         earlier: None on a newcomer, which knows of nothing before it.
-        rank: this one.
     """
+    now = member.now
+    assert now is not None
     if earlier is None:
-        return Repair(step, (rank,), len(now.members), 1, began, met, time.time())
-    lost = tuple(number for number, process in enumerate(earlier.members) if process not in now.members)
-    joined = sum(process not in earlier.members for process in now.members)
+        lost, joined = () if member.makes_more else (now.members.index(member.process),), 1
+    else:
+        lost = tuple(number for number, process in enumerate(earlier.members) if process not in now.members)
+        joined = sum(process not in earlier.members for process in now.members)
     return Repair(step, lost, len(now.members), joined, began, met, time.time())

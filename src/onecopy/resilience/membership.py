@@ -68,6 +68,7 @@ class Membership:
         now: the generation that it is in; None before the first meeting.
         newest: the number of the newest one that this process has heard of.
         cutter: ends what this process waits for once there is a newer one.
+        makes_more: it was started to make ranks more, and takes nobody's place.
     """
 
     def __init__(self, address: str) -> None:
@@ -76,6 +77,7 @@ class Membership:
         self.store = self.connect()
         self.now: Generation | None = None
         self.newest = -1
+        self.makes_more = False
         self.cutter = Cutter()
         if float(beat) > 0:
             arguments = (self.connect(), float(beat))
@@ -120,6 +122,7 @@ class Membership:
                 sys.stderr.flush()
                 os._exit(1)
             # Others train, and let this process in when they like.
+            self.makes_more = True
             self.store.set(f"ready/{self.process}", "1")
             current, asked_at = found.number, float("inf")
 
