@@ -55,10 +55,12 @@ class Plan:
         model: "small", or a size of the GPT.
         kinds: the ways in which ranks end.
         again: how often a second rank ends in the recovery.
+        again_points: at which moments of it.
         save_every: steps between checkpoints; 0: none.
         global_batch: samples in a step, divided over the ranks that there are; 0: each rank has its own data.
+        ranks: that are wanted, where some may be missing.
         last_loss: no loss after so many steps; 0: any step may have one.
-        pause: seconds after each step, for others to come meanwhile.
+        pause: seconds after each step while ranks are missing and no further one is to be lost.
     """
 
     steps: int = 100
@@ -72,9 +74,11 @@ class Plan:
     kinds: tuple[str, ...] = ("kill", "raise", "exit")
     points: tuple[str, ...] = (*PREPARING, *PASSING, "random")
     again: float = 0.25
+    again_points: tuple[str, ...] = RECOVERING
     save_every: int = 0
     mirror: bool = True
     global_batch: int = 0
+    ranks: int = 0
     last_loss: int = 0
     pause: float = 0.0
 
@@ -101,7 +105,7 @@ def loss_at(plan: Plan, step: int, ranks: int) -> Loss | None:
     # One that has nothing of the lost rank's: in a ring of mirrors the next but one. With two copies each other rank
     # has its slices or its random numbers.
     second = (rank + 2) % ranks if ranks > 3 and rng.random() < plan.again and plan.copies == 1 else None
-    return Loss(rank, kind, point, rng.random() * 0.02, second, rng.choice(RECOVERING))
+    return Loss(rank, kind, point, rng.random() * 0.02, second, rng.choice(plan.again_points))
 
 
 class Net(nn.Module):
@@ -130,6 +134,8 @@ class Killer:
 
     def __init__(self, plan: Plan, folder: Path, run: onecopy.Run) -> None:
         self._plan, self._folder, self._run = plan, folder, run
+        # This rank's number and that of all, before a loss that others may have made good already.
+        self._before = run.rank, run.ranks
         points.observers.append(self.reach)
 
     def reach(self, point: str) -> None:
@@ -138,11 +144,13 @@ class Killer:
         if point == "settled":
             self._tell_who_met(rank, steps)
         if point in RECOVERING:
+            before, ranks = self._before
             for step in (steps - 1, steps, steps + 1):
-                loss = loss_at(self._plan, step, dist_size())
-                if loss and loss.second == rank and loss.second_point == point and self._is_done(step):
+                loss = loss_at(self._plan, step, ranks)
+                if loss and loss.second == before and loss.second_point == point and self._is_done(step):
                     self._end(f"again-{step}", "exit" if loss.kind == "raise" else loss.kind)
             return
+        self._before = rank, dist_size()
         step = steps - 1 if point == "applied" else steps
         loss = loss_at(self._plan, step, dist_size())
         if loss is None or loss.rank != rank:
@@ -329,7 +337,8 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
             made.scheduler.step()
             made.metrics["loss"] += run.total[0] if run.total[0] < 1e9 else 0.0
         seconds.append(time.perf_counter() - mark)
-        time.sleep(plan.pause)
+        if run.ranks < plan.ranks and run.steps > plan.last_loss:
+            time.sleep(plan.pause)
         mark = time.perf_counter()
         for repair in run.repairs[told:]:
             log.write(json.dumps(asdict(repair) | {"stepped": time.time()}) + "\n")

@@ -232,6 +232,9 @@ class Launcher:
                 raise _Ended(code)
             self._begin_again(f"{what} before training had begun")
             return
+        if self._members == [name]:
+            self._begin_again(f"{what}, and there is no other one")
+            return
         if not self._spares and 0 < self._job.fewest < len(self._members):
             self._members.remove(name)
             self._due.append(time.monotonic() + self._job.rejoin)
