@@ -27,7 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from onecopy.planner.formulas.recovery import lost_seconds_with_copies
-from trained.survivor import Plan
+from trained.survivor import Plan, Stretch
 
 LIMIT = 600.0
 """Seconds that one run may take."""
@@ -57,11 +57,22 @@ class Ended:
 
 
 def carry_out(
-    plan: Plan, folder: Path, *, ranks: int = 4, spares: int = 2, heartbeat: float = 0.0, transport: str = "memory"
+    plan: Plan,
+    folder: Path,
+    *,
+    ranks: int = 4,
+    spares: int = 2,
+    heartbeat: float = 0.0,
+    transport: str = "memory",
+    options: tuple[str, ...] = (),
 ) -> Ended:
-    """Run the script once; every rank must come to its end."""
+    """Run the script once; every rank that is one at the end must come to its end.
+
+    Args:
+        options: more of `onecopy run`'s.
+    """
     folder.mkdir(parents=True)
-    options = [
+    all_options = [
         "--ranks",
         str(ranks),
         "--spares",
@@ -70,8 +81,9 @@ def carry_out(
         str(heartbeat),
         "--losses",
         str(10 * plan.steps + 10),
+        *options,
     ]
-    command = [sys.executable, "-m", "onecopy.cli.main", "run", *options, str(SURVIVOR), str(folder)]
+    command = [sys.executable, "-m", "onecopy.cli.main", "run", *all_options, str(SURVIVOR), str(folder)]
     environment = os.environ | {
         "ONECOPY_CROSS_MEMORY": "1" if transport == "memory" else "0",
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
@@ -85,7 +97,7 @@ def carry_out(
     said = (folder / "output").read_text()
     if done.returncode:
         raise AssertionError(f"exit code {done.returncode}:\n{said[-4000:]}")
-    found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(ranks)]
+    found = [json.loads(file.read_text()) for file in sorted(folder.glob("result-*.json"))]
     return Ended(
         [one["result"] for one in found],
         [one["resources"] for one in found],
@@ -94,6 +106,42 @@ def carry_out(
         time.monotonic() - began,
         said,
     )
+
+
+def stretches(folder: Path, steps: int, ranks: int) -> list[Stretch]:
+    """The steps of a run whose number of ranks has changed, as its ranks have told of it.
+
+    Who comes to make ranks more goes on with the free stream of random numbers that has the lowest number; who comes in
+    another's place, with that one's.
+    """
+    generations: dict[int, tuple[list[str], int]] = {}
+    for file in folder.glob("met-0-*.json"):
+        told = json.loads(file.read_text())
+        _, known = generations.get(told["generation"], ([], 0))
+        # A newcomer knows of no steps yet.
+        generations[told["generation"]] = told["members"], max(known, told["steps"])
+    members = [f"process-{rank}" for rank in range(ranks)]
+    streams = {name: rank for rank, name in enumerate(members)}
+    found: list[Stretch] = []
+    start = 0
+    for _, (now, step) in sorted(generations.items()):
+        found.append(Stretch(start, step, tuple(streams[name] for name in members)))
+        stays = len(now) == len(members) and all(a == b or b not in streams for a, b in zip(members, now, strict=True))
+        drawn = {name: streams[name] for name in now if name in streams}
+        for rank, name in enumerate(now):
+            if name not in drawn:
+                free = {*range(ranks)} - {*drawn.values()}
+                drawn[name] = streams[members[rank]] if stays else min(free)
+        members, streams, start = now, drawn, step
+    found.append(Stretch(start, steps, tuple(streams[name] for name in members)))
+    return [one for one in found if one.stop > one.start]
+
+
+def differences(expected: dict[str, object], found: dict[str, object]) -> dict[str, object]:
+    """Where two results differ: in one bit, or in a sum of losses by more than the order of its terms makes."""
+    losses = [float(one["metrics"]["loss"]) for one in (expected, found)]  # type: ignore[index]
+    same = {"metrics"} if abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[0]) else set()
+    return {key: (expected[key], found[key]) for key in expected if key not in same and expected[key] != found[key]}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 A plan names a rank, a way to end it and the moment, for every so many steps; a file says that it was carried out, so
 that the step which is made again does not end the same rank again. Results go to DIRECTORY/result-RANK.json.
+
+Where the number of ranks changes on the way, DIRECTORY/met-GENERATION-RANK.json says who was a rank from which step on,
+and `train_a_stretch` trains the same from checkpoint to checkpoint, in runs that end and begin.
 """
 
 from __future__ import annotations
@@ -26,13 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onecopy
-from onecopy.checkpoint.random import take_generators
+from onecopy.checkpoint.random import put_generators, take_generators
 from onecopy.resilience import points
+from onecopy.resilience.dividing import MicroBatch, divide
+from onecopy.resilience.membership import membership
 from onecopy.resilience.slices import checksum
+
+MOST = 2
+"""Samples that a rank computes at a time, where a global batch is divided."""
 
 PREPARING = ("forward", "backward", "reduced", "sent", "agree")
 PASSING = ("agreed", "half", "applied", "top")
-RECOVERING = ("meeting", "met", "vote", "states", "settled", "user", "user sent")
+RECOVERING = ("meeting", "met", "vote", "drafted", "switched", "states", "settled", "user", "user sent")
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,12 @@ class Plan:
         model: "small", or a size of the GPT.
         kinds: the ways in which ranks end.
         again: how often a second rank ends in the recovery.
+        again_points: at which moments of it.
         save_every: steps between checkpoints; 0: none.
+        global_batch: samples in a step, divided over the ranks that there are; 0: each rank has its own data.
+        ranks: that are wanted, where some may be missing.
+        last_loss: no loss after so many steps; 0: any step may have one.
+        pause: seconds after each step while ranks are missing and no further one is to be lost.
     """
 
     steps: int = 100
@@ -61,8 +74,13 @@ class Plan:
     kinds: tuple[str, ...] = ("kill", "raise", "exit")
     points: tuple[str, ...] = (*PREPARING, *PASSING, "random")
     again: float = 0.25
+    again_points: tuple[str, ...] = RECOVERING
     save_every: int = 0
     mirror: bool = True
+    global_batch: int = 0
+    ranks: int = 0
+    last_loss: int = 0
+    pause: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +97,7 @@ class Loss:
 
 def loss_at(plan: Plan, step: int, ranks: int) -> Loss | None:
     """The loss of a step, alike on every rank."""
-    if not plan.every or step % plan.every != plan.every // 2:
+    if not plan.every or step % plan.every != plan.every // 2 or step > (plan.last_loss or step):
         return None
     rng = random.Random(f"{plan.seed}/{step}")
     rank = rng.randrange(ranks)
@@ -87,7 +105,7 @@ def loss_at(plan: Plan, step: int, ranks: int) -> Loss | None:
     # One that has nothing of the lost rank's: in a ring of mirrors the next but one. With two copies each other rank
     # has its slices or its random numbers.
     second = (rank + 2) % ranks if ranks > 3 and rng.random() < plan.again and plan.copies == 1 else None
-    return Loss(rank, kind, point, rng.random() * 0.02, second, rng.choice(RECOVERING))
+    return Loss(rank, kind, point, rng.random() * 0.02, second, rng.choice(plan.again_points))
 
 
 class Net(nn.Module):
@@ -116,17 +134,23 @@ class Killer:
 
     def __init__(self, plan: Plan, folder: Path, run: onecopy.Run) -> None:
         self._plan, self._folder, self._run = plan, folder, run
+        # This rank's number and that of all, before a loss that others may have made good already.
+        self._before = run.rank, run.ranks
         points.observers.append(self.reach)
 
     def reach(self, point: str) -> None:
         """This rank has come to ``point``."""
         rank, steps = int(os.environ["RANK"]), self._run.steps
+        if point == "settled":
+            self._tell_who_met(rank, steps)
         if point in RECOVERING:
+            before, ranks = self._before
             for step in (steps - 1, steps, steps + 1):
-                loss = loss_at(self._plan, step, dist_size())
-                if loss and loss.second == rank and loss.second_point == point and self._is_done(step):
+                loss = loss_at(self._plan, step, ranks)
+                if loss and loss.second == before and loss.second_point == point and self._is_done(step):
                     self._end(f"again-{step}", "exit" if loss.kind == "raise" else loss.kind)
             return
+        self._before = rank, dist_size()
         step = steps - 1 if point == "applied" else steps
         loss = loss_at(self._plan, step, dist_size())
         if loss is None or loss.rank != rank:
@@ -137,6 +161,13 @@ class Killer:
             threading.Timer(
                 loss.seconds, self._end, (f"lost-{step}", "kill" if loss.kind == "raise" else loss.kind)
             ).start()
+
+    def _tell_who_met(self, rank: int, steps: int) -> None:
+        member = membership()
+        assert member is not None
+        assert member.now is not None
+        told = {"generation": member.now.number, "members": member.now.members, "steps": steps}
+        (self._folder / f"met-{member.attempt}-{member.now.number}-{rank}.json").write_text(json.dumps(told))
 
     def _is_done(self, step: int) -> bool:
         return (self._folder / f"lost-{step}").exists()
@@ -172,10 +203,14 @@ def build(plan: Plan) -> nn.Module:
 
 
 def batches_of(plan: Plan, rank: int, step: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Micro-batches of the steps from ``step`` on."""
+    """Micro-batches of the steps from ``step`` on; the whole batch where it is divided over ranks."""
     vocabulary, length = (64, 8) if plan.model == "small" else (8192, 128)
     for number in range(step, plan.steps):
-        generator = torch.Generator().manual_seed(number * 1000 + rank)
+        generator = torch.Generator().manual_seed(number * 1000 + (500 if plan.global_batch else rank))
+        if plan.global_batch:
+            size = (2, plan.global_batch, length)
+            yield [tuple(torch.randint(0, vocabulary, size, generator=generator))]  # type: ignore[list-item]
+            continue
         yield [
             tuple(torch.randint(0, vocabulary, (2, 4, length), generator=generator))  # type: ignore[misc]
             for _ in range(plan.accumulate)
@@ -195,24 +230,91 @@ def main() -> None:
     train(plan, Path(sys.argv[1]))
 
 
-def train(plan: Plan, folder: Path) -> dict[str, Any]:
-    """Train as the plan says, on the ranks of the default process group. Returns this rank's result."""
-    rank = dist.get_rank()
+@dataclass(frozen=True)
+class Made:
+    """What is trained, on one rank."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler | None
+    metrics: dict[str, float]
+
+
+def make(plan: Plan, rank: int, *, mirror: bool, accumulate: int) -> Made:
     model = build(plan)
     units = list(model.layers) if isinstance(model, Net) else "auto"
-    mirror = plan.mirror and plan.copies == 1 and plan.stage > 0
-    onecopy.shard(model, plan.stage, units=units, copies=plan.copies, mirror=mirror, accumulate=plan.accumulate)  # type: ignore[arg-type]
+    onecopy.shard(model, plan.stage, units=units, copies=plan.copies, mirror=mirror, accumulate=accumulate)  # type: ignore[arg-type]
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (1 + s / 20))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=20) if plan.scaler else None
-    metrics = {"loss": 0.0}
+    return Made(model, optimizer, scheduler, scaler, {"loss": 0.0})
+
+
+Part = tuple[Tensor, Tensor, float]
+"""Tokens, targets, and by what their loss is multiplied."""
+
+
+def cut(batch: list[tuple[Tensor, Tensor]], micro_batches: list[MicroBatch]) -> list[Part]:
+    """This rank's parts of a global batch."""
+    ((tokens, targets),) = batch
+    return [(tokens[m.samples], targets[m.samples], m.weight) for m in micro_batches]
+
+
+def compute(made: Made, parts: list[Part], step: int, killer: Killer | None) -> float:
+    """Forward and backward of a step. Returns the loss."""
+    total = 0.0
+    for number, (tokens, targets, weight) in enumerate(parts):
+        loss = made.model(tokens, targets) * weight
+        if killer is not None and number == 0:
+            killer.reach("forward")
+        if made.scaler is not None:
+            loss = made.scaler.scale(loss if step % 13 else loss * float("inf"))
+        if killer is not None:
+            loss.register_hook(lambda _: killer.reach("backward"))
+        loss.backward()
+        total += loss.item()
+    if made.scaler is not None:
+        made.scaler.unscale_(made.optimizer)
+    torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
+    return total
+
+
+def describe(made: Made, steps: int) -> dict[str, Any]:
+    """What is compared bit for bit."""
+    model, optimizer = made.model, made.optimizer
+    with torch.no_grad(), onecopy.gathered(model):
+        weights = digest(list(model.parameters()))
+    states = [
+        value.local for s in optimizer.state.values() for value in s.values() if isinstance(value, onecopy.SlicedTensor)
+    ]
+    return {
+        "rank": dist.get_rank(),
+        "ranks": dist.get_world_size(),
+        "steps": steps,
+        "weights": weights,
+        "states": digest(states),
+        "random": digest([take_generators()["torch"]]),
+        "buffers": digest(list(model.buffers())) if list(model.buffers()) else "",
+        "rate": optimizer.param_groups[0]["lr"],
+        "scheduler": made.scheduler.last_epoch,
+        "scaler": made.scaler.state_dict() if made.scaler is not None else None,
+        "metrics": made.metrics,
+        "sum": sum(checksum(b.masters.in_memory) for b in model._onecopy_engine.buckets),  # type: ignore[union-attr]
+    }
+
+
+def train(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Train as the plan says, on the ranks of the default process group. Returns this rank's result."""
+    mirror = plan.mirror and plan.copies == 1 and plan.stage > 0
+    made = make(plan, dist.get_rank(), mirror=mirror, accumulate=plan.accumulate)
     run = onecopy.resilient(
-        model,
-        optimizer,
-        scheduler=scheduler,
-        scaler=scaler,
-        metrics=metrics,
+        made.model,
+        made.optimizer,
+        scheduler=made.scheduler,
+        scaler=made.scaler,
+        metrics=made.metrics,
         checkpoints=folder / "checkpoints" if plan.save_every else None,
         save_every=plan.save_every,
     )
@@ -221,62 +323,95 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
     told = 0
     seconds: list[float] = []
     mark = time.perf_counter()
-    for micro_batches in run.loop(lambda step: batches_of(plan, rank, step)):
+    for batch in run.loop(lambda step: batches_of(plan, run.rank, step)):
         with run:
             killer.reach("top")
-            total = 0.0
-            for number, (tokens, targets) in enumerate(micro_batches):
-                loss = model(tokens, targets) / plan.accumulate
-                if number == 0:
-                    killer.reach("forward")
-                if scaler is not None:
-                    loss = scaler.scale(loss if run.steps % 13 else loss * float("inf"))
-                loss.register_hook(lambda _: killer.reach("backward"))
-                loss.backward()
-                total += loss.item()
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if plan.global_batch:
+                parts = cut(batch, run.micro_batches(plan.global_batch, MOST))
+            else:
+                parts = [(tokens, targets, 1 / plan.accumulate) for tokens, targets in batch]
+            total = compute(made, parts, run.steps, killer)
             run.step(total)
-            if scaler is not None:
-                scaler.update()
-            scheduler.step()
-            metrics["loss"] += run.total[0] if run.total[0] < 1e9 else 0.0
+            if made.scaler is not None:
+                made.scaler.update()
+            made.scheduler.step()
+            made.metrics["loss"] += run.total[0] if run.total[0] < 1e9 else 0.0
         seconds.append(time.perf_counter() - mark)
+        if run.ranks < plan.ranks and run.steps > plan.last_loss:
+            time.sleep(plan.pause)
         mark = time.perf_counter()
         for repair in run.repairs[told:]:
             log.write(json.dumps(asdict(repair) | {"stepped": time.time()}) + "\n")
         told = len(run.repairs)
     run.check()
-    with torch.no_grad(), onecopy.gathered(model):
-        weights = digest(list(model.parameters()))
-    states = [
-        value.local for s in optimizer.state.values() for value in s.values() if isinstance(value, onecopy.SlicedTensor)
-    ]
-    result = {
-        "rank": rank,
-        "steps": run.steps,
-        "weights": weights,
-        "states": digest(states),
-        "random": digest([take_generators()["torch"]]),
-        "buffers": digest(list(model.buffers())) if list(model.buffers()) else "",
-        "rate": optimizer.param_groups[0]["lr"],
-        "scheduler": scheduler.last_epoch,
-        "scaler": scaler.state_dict() if scaler is not None else None,
-        "metrics": metrics,
-        "sum": sum(checksum(b.masters.in_memory) for b in model._onecopy_engine.buckets),  # type: ignore[union-attr]
-    }
+    result = describe(made, run.steps)
     resources = {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
         "repairs": len(run.repairs),
         "step": statistics.median(seconds[2:] or seconds),
-        "mirror": onecopy.meter(model).live["mirror"],
-        "sent": onecopy.ledger(model).last_step.bytes_sent("mirror") if onecopy.ledger(model).last_step else 0,
-        "padded": onecopy.padded_numel(model),
+        "mirror": onecopy.meter(made.model).live["mirror"],
+        "sent": traffic.bytes_sent("mirror") if (traffic := onecopy.ledger(made.model).last_step) else 0,
+        "padded": onecopy.padded_numel(made.model),
     }
-    (folder / f"result-{rank}.json").write_text(json.dumps({"result": result, "resources": resources}))
+    (folder / f"result-{run.rank}.json").write_text(json.dumps({"result": result, "resources": resources}))
     return result
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps that the same ranks made.
+
+    Attributes:
+        start, stop: numbers of steps.
+        streams: the stream of random numbers of each rank, by the number of the rank that began it.
+    """
+
+    start: int
+    stop: int
+    streams: tuple[int, ...]
+
+
+def train_a_stretch(plan: Plan, folder: Path, stretch: Stretch) -> dict[str, Any]:
+    """Train so far with a plain loop, from a checkpoint to a checkpoint. Returns this rank's result."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    micro_batches = len(divide(plan.global_batch, MOST, rank, ranks)) if plan.global_batch else plan.accumulate
+    made = make(plan, rank, mirror=False, accumulate=micro_batches)
+    own = folder / f"generators-{stretch.streams[rank]}"
+    if stretch.start:
+        loaded = onecopy.load(
+            folder / "saved", made.model, made.optimizer, scheduler=made.scheduler, scaler=made.scaler
+        )
+        assert loaded.step == stretch.start
+        made.metrics.update(loaded.extra)
+    if own.exists():
+        put_generators(torch.load(own))
+    for number, batch in zip(range(stretch.start, stretch.stop), batches_of(plan, rank, stretch.start), strict=False):
+        made.optimizer.zero_grad()
+        parts = [(tokens, targets, 1 / plan.accumulate) for tokens, targets in batch]
+        if plan.global_batch:
+            parts = cut(batch, divide(plan.global_batch, MOST, rank, ranks))
+        total = compute(made, parts, number, None)
+        if made.scaler is not None:
+            made.scaler.step(made.optimizer)
+            made.scaler.update()
+        else:
+            made.optimizer.step()
+        made.scheduler.step()
+        totals: list[float] = [0.0] * ranks
+        dist.all_gather_object(totals, total)
+        made.metrics["loss"] += sum(totals) if sum(totals) < 1e9 else 0.0
+    onecopy.save(
+        folder / "saved",
+        made.model,
+        made.optimizer,
+        scheduler=made.scheduler,
+        scaler=made.scaler,
+        step=stretch.stop,
+        extra=made.metrics,
+    )
+    torch.save(take_generators(), own)
+    return describe(made, stretch.stop)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from onecopy.memory.store.offload import Offload
     from onecopy.observe.ledger import Entry, Ledger, Traffic
     from onecopy.resilience.meeting import join
-    from onecopy.resilience.run import Run, resilient
+    from onecopy.resilience.resilient import resilient
+    from onecopy.resilience.run import Run
     from onecopy.sharding.model.tiled import tiled
     from onecopy.sharding.setup.api import arena, ledger, meter, padded_numel, shard
     from onecopy.sharding.setup.averages import Ema, ema
@@ -93,7 +94,8 @@ _HOMES = {
     "onecopy.integrations.deepspeed": ("from_deepspeed",),
     "onecopy.loss.cross_entropy": ("chunked_cross_entropy",),
     "onecopy.resilience.meeting": ("join",),
-    "onecopy.resilience.run": ("Run", "resilient"),
+    "onecopy.resilience.resilient": ("resilient",),
+    "onecopy.resilience.run": ("Run",),
     "onecopy.sharding.model.tiled": ("tiled",),
     "onecopy.sharding.setup.api": ("arena", "ledger", "meter", "padded_numel", "shard"),
     "onecopy.sharding.tensor.precision": ("Precision",),

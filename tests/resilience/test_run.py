@@ -159,7 +159,7 @@ def test_a_mirror_that_is_not_the_same_is_found() -> Forked:
                 model(batch[0]).backward()
                 run.step()
         if rank == 1:
-            run._held["mirror"].masters[0][0] += 1
+            run._holdings.held["mirror"].masters[0][0] += 1
         with pytest.raises(RecoveryError) as raised:
             run.check()
         return str(raised.value)

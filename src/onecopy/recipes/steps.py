@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 import onecopy
 from onecopy.recipes.config import Config
-from onecopy.resilience.run import Repair
+from onecopy.resilience.losses import Repair
 
 T = TypeVar("T")
 
@@ -19,8 +19,11 @@ T = TypeVar("T")
 class Steps(Protocol):
     """What the loop needs of `onecopy.Run`."""
 
-    steps: int
-    repairs: list[Repair]
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def repairs(self) -> list[Repair]: ...
 
     def loop(self, batches: Callable[[int], Iterable[T]]) -> Iterator[T]: ...
 

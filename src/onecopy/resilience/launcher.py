@@ -3,6 +3,7 @@
     a process ends            noticed at once (SIGCHLD of the zygote); all others are told of the next generation
     a heartbeat stays away    it is named after half of the limit, and ended after all of it
     a meeting fails           whoever was in it asks for the next generation
+    no spare waits            where fewer ranks may train, they do, and another process joins them when it is ready
     nothing can be repaired   all are ended and start anew, from the newest checkpoint
 
 A process may end by itself in one way alone: its script has run to the end. Whatever else ends one (`os._exit(0)` in
@@ -57,6 +58,8 @@ class Job:
         limit: losses within an hour that are made good.
         arrival: seconds that a rank may take to come to a meeting, with a long step before it.
         is_module: the script is a module's name.
+        fewest: ranks with which the job goes on while others are missing; 0: it waits for each.
+        rejoin: seconds after a loss until a process is started to make ranks more again; inf: never.
     """
 
     arguments: Sequence[str]
@@ -66,6 +69,8 @@ class Job:
     limit: int = 20
     arrival: float = 300.0
     is_module: bool = False
+    fewest: int = 0
+    rejoin: float = 0.0
 
 
 class Launcher:
@@ -133,6 +138,9 @@ class Launcher:
         self._spares = [self._start() for _ in range(self._job.spares)]
         self._finished: set[str] = set()
         self._new: set[str] = set()
+        # When further processes are to be started, and those that were and are no ranks yet.
+        self._due: list[float] = []
+        self._joining: list[str] = []
         self._generation = -1
         self._beats: dict[str, tuple[int, float, bool]] = {}
         self._publish(fresh=True)
@@ -140,10 +148,17 @@ class Launcher:
             self._store.set(f"place/{name}", "0")
 
     def _publish(self, *, fresh: bool = False) -> None:
+        for name in [name for name in self._joining if self._store.check([f"ready/{name}"])]:
+            self._joining.remove(name)
+            self._members.append(name)
+            self._new.add(name)
+            self._say(f"another process joins: {len(self._members)} ranks")
         self._generation += 1
         self._published = time.monotonic()
-        self._is_met = False
-        self._store.set(f"generation/{self._generation}", json.dumps({"members": self._members, "fresh": fresh}))
+        self._is_met = self._is_told = False
+        numbers = {"wanted": self._job.ranks, "fewest": self._job.fewest or self._job.ranks}
+        told = {"members": self._members, "fresh": fresh, **numbers}
+        self._store.set(f"generation/{self._generation}", json.dumps(told))
 
     def _end_all(self) -> None:
         for name in list(self._pids):
@@ -177,6 +192,7 @@ class Launcher:
         if self._signalled:
             return self._stop()
         self._look_at_meeting()
+        self._look_at_joining()
         self._look_at_beats()
         return None
 
@@ -188,6 +204,11 @@ class Launcher:
             self._spares.remove(name)
             self._count_loss(f"a spare ended {_how(code)}")
             self._spares.append(self._start())
+            return
+        if name in self._joining:
+            self._joining.remove(name)
+            self._count_loss(f"a process that was to join ended {_how(code)}")
+            self._due.append(time.monotonic() + self._job.rejoin)
             return
         if name not in self._members:
             return
@@ -210,6 +231,15 @@ class Launcher:
                 self._say(f"{what} before training had begun")
                 raise _Ended(code)
             self._begin_again(f"{what} before training had begun")
+            return
+        if self._members == [name]:
+            self._begin_again(f"{what}, and there is no other one")
+            return
+        if not self._spares and 0 < self._job.fewest < len(self._members):
+            self._members.remove(name)
+            self._due.append(time.monotonic() + self._job.rejoin)
+            self._say(f"{what}; {len(self._members)} go on")
+            self._publish()
             return
         new = self._spares.pop(0) if self._spares else self._start()
         self._say(f"{what}; {'a spare' if self._job.spares else 'another process'} takes its place")
@@ -262,6 +292,17 @@ class Launcher:
                     self._kill(name)
             self._published = time.monotonic()
 
+    def _look_at_joining(self) -> None:
+        """Start processes that are due to make ranks more again; let the ranks know of those that are ready."""
+        while self._due and self._due[0] <= time.monotonic():
+            self._due.pop(0)
+            name = self._spares.pop(0) if self._spares else self._start()
+            self._joining.append(name)
+            self._store.set(f"place/{name}", str(self._generation))
+        if self._is_met and not self._is_told and any(self._store.check([f"ready/{name}"]) for name in self._joining):
+            self._is_told = True
+            self._store.set(f"more/{self._generation}", "1")
+
     def _look_at_beats(self) -> None:
         if not self._job.heartbeat:
             return
@@ -292,7 +333,7 @@ class Launcher:
             if pid := self._pids.get(name):
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-        for name in self._spares:
+        for name in (*self._spares, *self._joining):
             self._kill(name)
         while time.monotonic() < deadline and any(name in self._pids for name in self._members):
             if self._signalled:

@@ -13,9 +13,10 @@ Private torch names, read in torch 2.13 and tested in tests/house/test_private_a
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from onecopy.comm.device_meshes import device_mesh
 from onecopy.comm.mesh import forget
+from onecopy.errors import SettingsError
 from onecopy.resilience.membership import Generation, Membership, membership
 from onecopy.resilience.points import reach
 
@@ -63,9 +65,13 @@ def join(timeout: float = 300.0) -> None:
             dist.init_process_group(backend, timeout=limit)
         return
     generation = member.await_place()
-    rank = generation.members.index(member.process)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(len(generation.members)), "LOCAL_WORLD_SIZE": str(len(generation.members))}
+    members = generation.members
+    if member.process not in members:
+        # It is to make them more, once its script has come to its loop.
+        members = (*members, member.process)
+    rank = members.index(member.process)
+    os.environ["LOCAL_RANK"] = str(rank)
+    _tell_place(rank, len(members))
     _choose_device()
     if generation.fresh:
         member.now = generation
@@ -76,7 +82,12 @@ def join(timeout: float = 300.0) -> None:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=rank, world_size=len(generation.members), store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=len(members), store=FakeStore())
+
+
+def _tell_place(rank: int, ranks: int) -> None:
+    """What torchrun would tell, as it is now."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
 def _choose_device() -> None:
@@ -95,11 +106,27 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def meet(shape: Shape | None) -> DeviceMesh | None:
+def shape_among(shape: Shape | None, ranks: int) -> Shape | None:
+    """A mesh like ``shape`` of so many ranks: slices become more or fewer, and each has as many holders.
+
+    Raises:
+        SettingsError: if that is no whole number of slices.
+    """
+    if shape is None:
+        return None
+    device, sizes, names = shape
+    shards = list(names).index("shard")
+    copies = math.prod(sizes) // sizes[shards]
+    if ranks % copies:
+        raise SettingsError(f"{ranks} ranks cannot hold each slice {copies} times")
+    return device, [ranks // copies if axis == shards else size for axis, size in enumerate(sizes)], names
+
+
+def meet(shape: Callable[[int], Shape | None]) -> DeviceMesh | None:
     """Leave, and meet the ranks of the newest generation, again and again until it works.
 
     Args:
-        shape: of the mesh whose groups are to be made too.
+        shape: for a number of ranks, of the mesh whose groups are to be made too.
 
     Returns:
         That mesh.
@@ -109,17 +136,18 @@ def meet(shape: Shape | None) -> DeviceMesh | None:
     while True:
         leave()
         generation = member.await_next()
+        wanted = shape(len(generation.members))
         reach("meeting")
         try:
             if not member.come(generation):
                 continue
             _initialize(member, generation)
-            mesh = None if shape is None else device_mesh(*shape, RENDEZVOUS)
+            mesh = None if wanted is None else device_mesh(*wanted, RENDEZVOUS)
         except RuntimeError:
             member.ask(generation.number)
             continue
         finish(member)
-        os.environ["RANK"] = str(dist.get_rank())
+        _tell_place(dist.get_rank(), dist.get_world_size())
         reach("met")
         return mesh
 

@@ -10,6 +10,8 @@ lies in the store, below the number of the attempt:
     begun             how many hold their slices             failed/PROCESS  the words with which it ended
     hopeless          why peers' memory is not enough: all begin anew from a checkpoint
     over              an exit code: all end, for a reason that would come again
+    ready/PROCESS     its script has come to its loop, and it is in no generation yet
+    more/G            there are such, and the ranks of G may let them in between two steps
 """
 
 from __future__ import annotations
@@ -46,11 +48,15 @@ class Generation:
         number: counts up.
         members: the processes' names, in the order of ranks.
         fresh: nobody holds any state; all begin.
+        wanted: how many ranks there are to be.
+        fewest: with how many the job goes on while others are missing.
     """
 
     number: int
     members: tuple[str, ...]
     fresh: bool
+    wanted: int
+    fewest: int
 
 
 class Membership:
@@ -62,6 +68,7 @@ class Membership:
         now: the generation that it is in; None before the first meeting.
         newest: the number of the newest one that this process has heard of.
         cutter: ends what this process waits for once there is a newer one.
+        makes_more: it was started to make ranks more, and takes nobody's place.
     """
 
     def __init__(self, address: str) -> None:
@@ -70,6 +77,7 @@ class Membership:
         self.store = self.connect()
         self.now: Generation | None = None
         self.newest = -1
+        self.makes_more = False
         self.cutter = Cutter()
         if float(beat) > 0:
             arguments = (self.connect(), float(beat))
@@ -92,24 +100,36 @@ class Membership:
     def read(self, number: int) -> Generation:
         """A generation that the launcher has written."""
         found = json.loads(self.store.get(f"generation/{number}"))
-        return Generation(number, tuple(found["members"]), found["fresh"])
+        return Generation(number, tuple(found["members"]), found["fresh"], found["wanted"], found["fewest"])
 
     def await_next(self) -> Generation:
         """The newest generation after this one; asks for it where the launcher has noticed nothing."""
         current = -1 if self.now is None else self.now.number
         asked_at = time.monotonic() + _A_MOMENT
-        while self.newest <= current:
-            if time.monotonic() > asked_at:
-                self.ask(current)
-                asked_at = float("inf")
-            time.sleep(_A_LOOK)
-        self.now = self.read(self.newest)
-        if self.process not in self.now.members:
-            # It was given up, and another has its place.
-            sys.stderr.write(f"{self.process} was given up and ends: another process is its rank now\n")
-            sys.stderr.flush()
-            os._exit(1)
-        return self.now
+        while True:
+            while self.newest <= current:
+                if time.monotonic() > asked_at:
+                    self.ask(current)
+                    asked_at = float("inf")
+                time.sleep(_A_LOOK)
+            found = self.read(self.newest)
+            if self.process in found.members:
+                self.now = found
+                return found
+            if self.now is not None:
+                # It was given up, and another has its place.
+                sys.stderr.write(f"{self.process} was given up and ends: another process is its rank now\n")
+                sys.stderr.flush()
+                os._exit(1)
+            # Others train, and let this process in when they like.
+            self.makes_more = True
+            self.store.set(f"ready/{self.process}", "1")
+            current, asked_at = found.number, float("inf")
+
+    def may_grow(self) -> bool:
+        """Whether a process waits to be a rank of the next generation."""
+        now = self.now
+        return now is not None and len(now.members) < now.wanted and bool(self.store.check([f"more/{now.number}"]))
 
     def ask(self, number: int) -> None:
         """Say that generation ``number`` cannot go on."""

@@ -5,6 +5,7 @@
 2. Who is one behind applies the gradients that it has kept. It can be no more than one: to pass a commit point needs
    every rank's word.
 3. Newcomers get their own slices from another holder of them, and what they mirror from its owner, with checksums.
+   Where the number of ranks has changed, or their order, slices are cut anew instead (`recutting.py`).
 
 Whatever fails meanwhile, all meet again and begin here anew; what was done is not done twice.
 """
@@ -32,20 +33,42 @@ _log = logging.getLogger("onecopy")
 
 
 @dataclass(frozen=True)
+class Seat:
+    """Where a rank is among others.
+
+    Attributes:
+        rank, ranks: its number, and how many there are.
+        place, places: likewise on the shard axis.
+    """
+
+    rank: int
+    ranks: int
+    place: int
+    places: int
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each slice."""
+        return self.ranks // self.places
+
+
+@dataclass(frozen=True)
 class Standing:
-    """How far a rank is.
+    """What a rank holds.
 
     Attributes:
         version: steps that it has committed; -1 for a newcomer, who holds nothing.
         knows: it has what users keep, of that version or from before its attempt at the next step.
-        place: on the shard axis.
+        place: on the shard axis, as ranks have met now.
         saved: steps that the last checkpoint in whose making it took part to the end has.
+        seat: for which its slices were cut.
     """
 
     version: int
     knows: bool
     place: int
     saved: int = 0
+    seat: Seat | None = None
 
 
 class Transfer(NamedTuple):
@@ -132,7 +155,7 @@ def hand_over(world: Axis, engine: Engine, transfers: Sequence[Transfer], held: 
             if transfer.sender == world.rank:
                 sent += [(tensor.detach().cpu(), transfer.receiver) for tensor in held[transfer.taken].tensors()]
             if transfer.receiver == world.rank:
-                room = held[transfer.given].make_room(manifests[number])
+                room = held[transfer.given].make_room(manifests[number].states)
                 received += [(tensor, transfer.sender) for tensor in room]
                 checks += zip(room, manifests[number].checksums, strict=True)
         arriving = [(tensor if tensor.is_cpu else torch.empty_like(tensor, device="cpu"), s) for tensor, s in received]
@@ -152,31 +175,36 @@ def agree(world: Axis, values: Tensor) -> float:
     return float(values[0])
 
 
-def settle(
-    world: Axis,
-    engine: Engine,
-    standing: Standing,
-    held: Mapping[str, Slices],
-    catch_up: Callable[[], None],
-) -> tuple[list[Standing], int]:
-    """See the file's first lines; every rank calls it, and its engine shows no slices to others yet.
+def all_come(world: Axis) -> None:
+    """Return once all ranks have come here."""
+    agree(world, torch.zeros(1, dtype=torch.float64))
+
+
+def reach_the_highest(
+    world: Axis, version: int, cut: int, *, catch_up: Callable[[], None], switch: Callable[[int], int]
+) -> tuple[int, int]:
+    """Come to the version and the cut of slices that count; every rank calls it.
 
     Args:
-        catch_up: applies the gradients that this rank has kept.
+        version: of this rank's slices.
+        cut: how often they were cut anew.
+        catch_up: makes the step that this rank has prepared.
+        switch: takes the slices that this rank has drafted, if they are of that cut. Returns the version of those that
+            it holds.
 
     Returns:
-        How far all ranks were, and the version of which all hold their slices now.
+        The version and the cut that count.
 
     Raises:
-        RecoveryError: on every rank, if some slice is held by nobody.
+        RecoveryError: on every rank, if all are newcomers.
     """
-    standings = world.exchange_objects(standing)
-    target = max(found.version for found in standings)
+    reached = world.exchange_objects((version, cut))
+    target, cuts = max(found for found, _ in reached), max(found for _, found in reached)
     if target < 0:
         raise RecoveryError("all ranks are lost")
-    if 0 <= standing.version < target:
-        assert standing.version == target - 1, f"one rank is at {target} and this one at {standing.version}"
+    if cut < cuts:
+        version = switch(cuts)
+    if 0 <= version < target:
+        assert version == target - 1, f"one rank is at {target} and this one at {version}"
         catch_up()
-    transfers = plan_transfers(standings, shards=engine.mesh.shard.size, mirrored=MIRROR in held)
-    hand_over(world, engine, transfers, held)
-    return standings, target
+    return target, cuts

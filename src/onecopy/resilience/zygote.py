@@ -28,7 +28,7 @@ import torch._dynamo
 import torch.distributed.checkpoint
 import torch.testing._internal.distributed.fake_pg
 
-import onecopy.resilience.run
+import onecopy.resilience.resilient
 import onecopy.sharding.setup.whole  # noqa: F401  (a script is likely to ask for it)
 from onecopy.resilience.membership import membership
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from functools import partial
 from sys import getrefcount
@@ -190,19 +190,33 @@ class Bucket:
         self.strides = [dense_strides(tensor) for tensor in local]
         numels = tuple(tensor.numel() for tensor in local)
         owners, shares = (None, None) if placing is None else (placing.owners, placing.shares)
-        self.layout = Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies, owners, shares)
         self._whole_names = frozenset() if placing is None else placing.whole
-        self.slice_numel = self.layout.lengths[mesh.shard.rank]
-        self.segments = self.layout.segments(mesh.shard.rank)
-        self._cut = Cut([(s.slice_start, s.numel) for s in self.segments], self.slice_numel)
+        self._lay(Layout(numels, mesh.shard.size, ALIGNMENT * mesh.copies, owners, shares), mesh.shard.rank)
         self.place_on(found[0].parameter.device, found)
+
+    def _lay(self, layout: Layout, place: int) -> None:
+        """Let elements lie as ``layout`` says, and this rank's slice be that of ``place``."""
+        self.layout = layout
+        self.slice_numel = layout.lengths[place]
+        self.segments = layout.segments(place)
+        self._cut = Cut([(s.slice_start, s.numel) for s in self.segments], self.slice_numel)
 
     def place_on(self, device: torch.device, found: Sequence[FoundParameter]) -> None:
         """Make slices and parameters anew on ``device``; values are zero until `load`."""
         self.device = device
+        self._take_memory()
+        self.entries = [
+            self._entry(position, item, local)
+            for position, (item, local) in enumerate(zip(found, self._sliced_masters(), strict=True))
+        ]
+        self._watch_writes()
+
+    def _take_memory(self) -> None:
+        """Memory for this rank's slice, of zeros, and for what is gathered."""
+        device = self.device
         self.masters = make_masters(self._stores, self.slice_numel, self.dtypes, device, trainable=self.trainable)
         lent = self.masters.lent
-        self._aliased = self.mesh.shard.size == 1 and lent is not None and lent.dtype == self.dtypes.compute
+        self._aliased = self.layout.num_slices == 1 and lent is not None and lent.dtype == self.dtypes.compute
         self._aliased &= lent is not None and lent.device.type == device.type
         self._whole = self.buffer(self.dtypes.compute, lent if self._aliased else None)
         if not self._aliased:
@@ -211,14 +225,57 @@ class Bucket:
             self.meter.add("parameters_sliced", self.masters.held_bytes)
         self.state = State.WHOLE if self._aliased and device.type != "meta" else State.SLICED
         self._gathering: Collective | Fetching | None = None
-        self.entries = [
-            self._entry(position, item, local)
-            for position, (item, local) in enumerate(zip(found, self._sliced_masters(), strict=True))
-        ]
-        self._dtensors = [entry.whole for entry in self.entries if is_dtensor(entry.whole)]
-        self._writes = self._count_writes()
         self.storage = self._whole.flat.untyped_storage()
         self._holders: list[int] | None = None
+
+    def _watch_writes(self) -> None:
+        self._dtensors = [entry.whole for entry in self.entries if is_dtensor(entry.whole)]
+        self._writes = self._count_writes()
+
+    def layout_among(self, shards: int, copies: int) -> Layout:
+        """How elements lie where so many slices are held by so many ranks each."""
+        return replace(self.layout, num_slices=shards, multiple=ALIGNMENT * copies)
+
+    def recut(self, layout: Layout, place: int, master: Tensor | None) -> None:
+        """Hold another slice from now on. Parameters stay the objects that they are.
+
+        Gradients, and graphs of forwards before this, are of no use any more. Nothing is gathered or sent.
+
+        Args:
+            layout: how elements are to lie; of the same parameters.
+            place: whose slice in it this rank is to hold.
+            master: what that holds, in the master dtype; None: zeros.
+        """
+        self.changes += 1
+        self.meter.add("parameters_sliced", -self.masters.held_bytes)
+        if self._whole.is_allocated and not self._aliased:
+            self.meter.add("parameters_gathered", -self._whole.nbytes)
+        self._lay(layout, place)
+        self._take_memory()
+        if master is not None:
+            with torch.no_grad(), self.masters.opened(write=True) as own:
+                own.copy_(master)
+                self.masters.lend(own)
+        entries = []
+        for position, (entry, local) in enumerate(zip(self.entries, self._sliced_masters(), strict=True)):
+            assert local is not None
+            segment = self.segments[position]
+            entry.sliced.grad = None
+            entry.sliced.local = local
+            slicing = entry.sliced.slicing
+            entry.sliced.slicing = replace(slicing, start=segment.parameter_start, numel=segment.numel)
+            whole, node = self._whole_parameter(position)
+            vars(whole).update(vars(entry.whole))
+            entries.append(replace(entry, whole=whole, node=node))
+        self.entries = entries
+        self._watch_writes()
+
+    def _whole_parameter(self, position: int) -> tuple[nn.Parameter, object | None]:
+        """What modules hold for a parameter while the unit computes, and the node where autograd puts its gradient."""
+        whole = self.as_parameter(position, self._whole.views[position])
+        if type(whole) is nn.Parameter:
+            whole.__class__ = WholeParameter
+        return whole, get_gradient_edge(whole).node if self.trainable else None
 
     def _sliced_masters(self) -> Sequence[Tensor | None]:
         """The part of every parameter in ``master``, 1-D; None where masters rest in a file."""
@@ -246,14 +303,11 @@ class Bucket:
         shown = nn.Parameter(own, self.trainable)
         sliced: Tensor = shown
         assert isinstance(sliced, SlicedTensor)
-        whole = self.as_parameter(position, self._whole.views[position])
-        if type(whole) is nn.Parameter:
-            whole.__class__ = WholeParameter
+        whole, node = self._whole_parameter(position)
         for attribute, value in vars(found.parameter).items():
             if attribute not in (*vars(sliced), "local"):
                 setattr(sliced, attribute, value)
                 setattr(whole, attribute, value)
-        node = get_gradient_edge(whole).node if self.trainable else None
         return Entry(found.name, found.places, sliced, shown, whole, node)
 
     def as_parameter(self, position: int, view: Tensor) -> nn.Parameter:

@@ -40,6 +40,22 @@ class Segment:
     numel: int
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """The part of one parameter that lies in two slices, of one layout or of two.
+
+    Attributes:
+        index: which parameter.
+        first, second: where it begins in what each of them holds of the parameter, in elements.
+        numel: its length in elements.
+    """
+
+    index: int
+    first: int
+    second: int
+    numel: int
+
+
 class Cut:
     """Takes a flat tensor apart in one call, which for many parameters costs less than a view for each.
 
@@ -158,6 +174,16 @@ class Layout:
     def segments(self, rank: int) -> Sequence[Segment]:
         """What the slice of ``rank`` holds, parameter by parameter."""
         return [self.segment(index, rank) for index in range(len(self.numels))]
+
+    def overlaps(self, rank: int, other: Layout, place: int) -> list[Overlap]:
+        """What the slice of ``rank`` has in common with that of ``place`` in another layout of the same parameters."""
+        found = []
+        for index, (own, theirs) in enumerate(zip(self.segments(rank), other.segments(place), strict=True)):
+            start = max(own.parameter_start, theirs.parameter_start)
+            stop = min(own.parameter_start + own.numel, theirs.parameter_start + theirs.numel)
+            if start < stop:
+                found.append(Overlap(index, start - own.parameter_start, start - theirs.parameter_start, stop - start))
+        return found
 
 
 def _round_up(numel: int, multiple: int) -> int:

@@ -27,6 +27,7 @@ from onecopy.errors import UsageError
 from onecopy.observe.ledger import Ledger
 from onecopy.observe.meter import IN_HOST_MEMORY, Meter
 from onecopy.sharding.bucket.bucket import Bucket
+from onecopy.sharding.bucket.layout import Layout
 from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.bucket.saved import SavedWeights
 from onecopy.sharding.engine.buffers import Buffers
@@ -154,11 +155,14 @@ class Engine:
     def rebuild_gradients(self) -> None:
         """Start from no gradients; to be called when units have new parameters, which may be on another device."""
         self._foresee()
+        self._take_parameters()
+        self._make_reducer()
+
+    def _take_parameters(self) -> None:
         for unit in self.units:
             unit.rebuild_gradients()
             for gradients in unit.gradients:
                 gradients.on_arrival = partial(self._all_arrived, unit)
-        self._make_reducer()
         released = [bucket for bucket in self.buckets if self.stage.shards_parameters and bucket.is_own_memory]
         self._saved = SavedWeights(released, self._gather_saved)
         for bucket in self.buckets:
@@ -541,6 +545,18 @@ class Engine:
         self._reducer.forget()
         self.micro_batches.forget()
         self._leave_backward()
+
+    def recut(self, layouts: Sequence[Layout], place: int, masters: Sequence[Tensor] | None) -> None:
+        """Hold other slices from now on: after `abandon`, before `meet_anew`.
+
+        Args:
+            layouts: how each bucket's elements are to lie.
+            place: whose slices this rank is to hold.
+            masters: what each of them holds, in the master dtype; None: zeros.
+        """
+        for position, (bucket, layout) in enumerate(zip(self.buckets, layouts, strict=True)):
+            bucket.recut(layout, place, None if masters is None else masters[position])
+        self._take_parameters()
 
     def meet_anew(self) -> None:
         """The mesh's axes lead to ranks that have met anew, some of which hold nothing; all of them call it."""

@@ -33,6 +33,11 @@ class MicroBatches:
         """Whether the optimizer is about to change the parameters once this micro-batch's backward is over."""
         return self.is_last and self._expects_step
 
+    def expect(self, accumulate: int) -> None:
+        """A step has so many from now on; between two steps."""
+        self._accumulate = accumulate
+        self._ended = 0
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Micro-batches inside are not the last one of a step: stages 0 and 1 send no gradients.
