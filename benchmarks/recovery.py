@@ -2,7 +2,9 @@
 
     python benchmarks/recovery.py kills --losses 1000         # every result equal, bit for bit, to a run without losses
     python benchmarks/recovery.py kills --losses 40 --transport sockets
+    python benchmarks/recovery.py kills --losses 100 --resize # fewer ranks go on, and more: equal to runs in stretches
     python benchmarks/recovery.py times --model 30m           # from a kill to the first step after it, in its parts
+    python benchmarks/recovery.py resize --model 30m          # until fewer ranks go on, and until more do
     python benchmarks/recovery.py price --model 30m           # a step with a mirror, or two copies, beside one without
     python benchmarks/recovery.py throughput --model 30m      # a loss every 20 steps
 
@@ -65,13 +67,15 @@ def carry_out(
     heartbeat: float = 0.0,
     transport: str = "memory",
     options: tuple[str, ...] = (),
+    stretch: Stretch | None = None,
 ) -> Ended:
     """Run the script once; every rank that is one at the end must come to its end.
 
     Args:
         options: more of `onecopy run`'s.
+        stretch: the part of the plan that is to be trained; None: all.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=stretch is not None)
     all_options = [
         "--ranks",
         str(ranks),
@@ -92,7 +96,11 @@ def carry_out(
     began = time.monotonic()
     with (folder / "output").open("w") as output:
         done = subprocess.run(
-            [*command, json.dumps(asdict(plan))], env=environment, stdout=output, stderr=output, timeout=LIMIT
+            [*command, json.dumps(asdict(plan)), *([json.dumps(asdict(stretch))] if stretch else [])],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            timeout=LIMIT,
         )
     said = (folder / "output").read_text()
     if done.returncode:
@@ -142,6 +150,51 @@ def differences(expected: dict[str, object], found: dict[str, object]) -> dict[s
     losses = [float(one["metrics"]["loss"]) for one in (expected, found)]  # type: ignore[index]
     same = {"metrics"} if abs(losses[0] - losses[1]) <= 1e-12 * abs(losses[0]) else set()
     return {key: (expected[key], found[key]) for key in expected if key not in same and expected[key] != found[key]}
+
+
+def compare_in_stretches(plan: Plan, folder: Path, transport: str, options: tuple[str, ...]) -> tuple[Ended, list[int]]:
+    """Hold a run whose number of ranks changes against runs from checkpoint to checkpoint, each of one number.
+
+    Returns:
+        The run, and how many ranks each stretch of its steps had.
+
+    Raises:
+        AssertionError: where a result differs in one bit.
+    """
+    ended = carry_out(plan, folder / "run", spares=0, transport=transport, options=options)
+    whole: Ended | None = None
+    found = stretches(folder / "run", plan.steps, 4)
+    for stretch in found:
+        for file in (folder / "stretches").glob("result-*.json"):
+            file.unlink()
+        ranks = len(stretch.streams)
+        whole = carry_out(plan, folder / "stretches", ranks=ranks, spares=0, transport=transport, stretch=stretch)
+    assert whole is not None
+    for expected, own in zip(whole.results, ended.results, strict=True):
+        different = differences(expected, own)
+        assert not different, f"{plan}: rank {own['rank']} of {own['ranks']} differs: {different}; {found}"
+    return ended, [len(stretch.streams) for stretch in found]
+
+
+def resizes(losses: int, transport: str, seed: int) -> None:
+    """The kill test, where fewer ranks go on and processes come back when they are ready."""
+    total: Counter[str] = Counter()
+    number = shrunk = grown = 0
+    while sum(total.values()) < losses:
+        case = RESIZED[number % len(RESIZED)]
+        plan = Plan(steps=40, every=5, seed=seed + number, last_loss=30, ranks=4, pause=0.3, **case)  # type: ignore[arg-type]
+        options = ("--min-ranks", "2", "--rejoin", "0.2")
+        with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+            ended, sizes = compare_in_stretches(plan, Path(folder), transport, options)
+        total += Counter(str(loss["kind"]) for loss in ended.losses.values())
+        shrunk += sum(after < before for before, after in pairwise(sizes))
+        grown += sum(after > before for before, after in pairwise(sizes))
+        number += 1
+        print(f"{case}: {len(ended.losses)} losses; ranks {' '.join(map(str, sizes))}", flush=True)
+    print(
+        f"{sum(total.values())} losses ({dict(total)}); {shrunk} times fewer ranks went on and {grown} times more; all "
+        f"results equal bit for bit to those of plain loops from checkpoint to checkpoint"
+    )
 
 
 @dataclass(frozen=True)
@@ -207,6 +260,14 @@ CASES = [
 ]
 """What the kill test shards, in turn."""
 
+RESIZED = [
+    {"stage": 3, "scaler": True},
+    {"stage": 2, "accumulate": 2},
+    {"stage": 1, "global_batch": 12},
+    {"stage": 0, "global_batch": 12},
+]
+"""Likewise, where the number of ranks changes."""
+
 
 def kills(losses: int, transport: str, seed: int) -> None:
     """The kill test."""
@@ -251,7 +312,7 @@ def parts_of(ended: Ended) -> list[dict[str, float]]:
         times = [at, *(max(repair[key] for repair in own) for key in ("began", "met", "settled", "stepped"))]
         names = ("noticed", "met", "states moved", "step redone")
         parts = {part: end - start for part, (start, end) in zip(names, pairwise(times), strict=True)}
-        found.append(parts | {"in all": times[-1] - times[0]})
+        found.append(parts | {"in all": times[-1] - times[0], "number": own[0]["number"]})
     return found
 
 
@@ -264,9 +325,42 @@ def times(model: str, losses: int, spares: int, kinds: tuple[str, ...], transpor
         ended = carry_out(plan, Path(folder) / "run", spares=spares, transport=transport, heartbeat=heartbeat)
     found = parts_of(ended)
     print(f"{model}, {len(found)} losses ({', '.join(kinds)}), {spares} spares: seconds, median and worst")
-    for part in found[0]:
+    for part in (name for name in found[0] if name != "number"):
         values = [one[part] for one in found]
         print(f"  {part:<14}{statistics.median(values):8.3f}{max(values):8.3f}")
+
+
+def resize(model: str, losses: int, transport: str) -> None:
+    """Until fewer ranks go on after a loss; and until more do, once a process is ready to join them."""
+    every = 6
+    plan = Plan(
+        steps=every * losses + every, every=every, model=model, kinds=("kill",), again=0.0, seed=13, ranks=4, pause=0.5
+    )
+    options = ("--min-ranks", "3", "--rejoin", "0")
+    with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+        ended = carry_out(plan, Path(folder) / "run", spares=0, transport=transport, options=options)
+    fewer = [part for part in parts_of(ended) if part["number"] == 3]
+    more = joins_of(ended)
+    for what, found in (("fewer ranks", fewer), ("more ranks", more)):
+        print(f"{model}, {len(found)} times {what}: seconds, median and worst")
+        for part in (name for name in found[0] if name != "number"):
+            values = [one[part] for one in found]
+            print(f"  {part:<14}{statistics.median(values):8.3f}{max(values):8.3f}")
+
+
+def joins_of(ended: Ended) -> list[dict[str, float]]:
+    """Of each time that a process joined: seconds from the top of a step until that step was made by more ranks."""
+    joins = sorted((r for r in ended.repairs if not r["ranks"] and r["joined"]), key=lambda r: r["settled"])
+    found = []
+    while joins:
+        own = [repair for repair in joins if repair["settled"] - joins[0]["settled"] < 0.2]
+        joins = joins[len(own) :]
+        # The one that joins has begun to wait long before.
+        times = [max(repair[key] for repair in own) for key in ("began", "met", "settled", "stepped")]
+        names = ("met", "cut anew", "step made")
+        parts = {part: end - start for part, (start, end) in zip(names, pairwise(times), strict=True)}
+        found.append(parts | {"in all": times[-1] - times[0]})
+    return found
 
 
 def price(model: str, ranks: int, steps: int) -> None:
@@ -315,21 +409,29 @@ def main() -> None:
     killing.add_argument("--losses", type=int, default=1000)
     killing.add_argument("--transport", choices=("memory", "sockets"), default="memory")
     killing.add_argument("--seed", type=int, default=0)
+    killing.add_argument("--resize", action="store_true", help="without spares: fewer ranks go on, and more again")
     timing = commands.add_parser("times")
     timing.add_argument("--losses", type=int, default=20)
     timing.add_argument("--spares", type=int, default=2)
     timing.add_argument("--kinds", nargs="+", default=["kill"])
     timing.add_argument("--transport", choices=("memory", "sockets"), default="memory")
+    resizing = commands.add_parser("resize")
+    resizing.add_argument("--losses", type=int, default=10)
+    resizing.add_argument("--transport", choices=("memory", "sockets"), default="memory")
     pricing = commands.add_parser("price")
     pricing.add_argument("--ranks", type=int, default=4)
     losing = commands.add_parser("throughput")
     losing.add_argument("--every", type=int, default=20)
-    for command, steps in ((timing, 0), (pricing, 12), (losing, 100)):
+    for command, steps in ((timing, 0), (resizing, 0), (pricing, 12), (losing, 100)):
         command.add_argument("--model", default="30m")
         if steps:
             command.add_argument("--steps", type=int, default=steps)
     options = parser.parse_args()
-    if options.command == "kills":
+    if options.command == "kills" and options.resize:
+        resizes(options.losses, options.transport, options.seed)
+    elif options.command == "resize":
+        resize(options.model, options.losses, options.transport)
+    elif options.command == "kills":
         kills(options.losses, options.transport, options.seed)
     elif options.command == "times":
         times(options.model, options.losses, options.spares, tuple(options.kinds), options.transport)

@@ -1,10 +1,10 @@
-"""The script that the kill test trains: `onecopy run ... trained/survivor.py DIRECTORY PLAN`, PLAN as JSON.
+"""The script that the kill test trains: `onecopy run ... trained/survivor.py DIRECTORY PLAN [STRETCH]`, both as JSON.
 
 A plan names a rank, a way to end it and the moment, for every so many steps; a file says that it was carried out, so
 that the step which is made again does not end the same rank again. Results go to DIRECTORY/result-RANK.json.
 
 Where the number of ranks changes on the way, DIRECTORY/met-GENERATION-RANK.json says who was a rank from which step on,
-and `train_a_stretch` trains the same from checkpoint to checkpoint, in runs that end and begin.
+and with a STRETCH of them the same is trained from checkpoint to checkpoint, in runs that end and begin.
 """
 
 from __future__ import annotations
@@ -227,7 +227,12 @@ def main() -> None:
     """Train as the arguments say."""
     plan = Plan(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(sys.argv[2]).items()})
     onecopy.join(timeout=60)
-    train(plan, Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    if len(sys.argv) > 3:
+        found = train_a_stretch(plan, folder, Stretch(**json.loads(sys.argv[3])))
+        (folder / f"result-{dist.get_rank()}.json").write_text(json.dumps({"result": found, "resources": {}}))
+    else:
+        train(plan, folder)
 
 
 @dataclass(frozen=True)
