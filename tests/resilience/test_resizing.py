@@ -47,7 +47,7 @@ def _compare(plan: Plan, folder: Path, transport: str, *options: str) -> recover
     ids=["stage 3", "stage 2", "stage 1", "stage 0"],
 )
 def test_fewer_ranks_go_on_as_from_a_checkpoint(tmp_path: Path, transport: str, plan: Plan) -> None:
-    plan = replace(plan, steps=10, every=4, again=0.0)
+    plan = replace(plan, steps=10, every=4, last_loss=6, again=0.0)
     ended = _compare(plan, tmp_path, transport, "--min-ranks", "1", "--rejoin", "inf")
     assert len(ended.losses) == 2
     assert len(ended.results) == 2
