@@ -78,6 +78,7 @@ def repaired(earlier: Generation | None, member: Membership, step: int, began: f
     """
     now = member.now
     assert now is not None
+    lost: tuple[int, ...]
     if earlier is None:
         lost, joined = () if member.makes_more else (now.members.index(member.process),), 1
     else:
