@@ -291,9 +291,9 @@ def describe(made: Made, steps: int) -> dict[str, Any]:
     model, optimizer = made.model, made.optimizer
     with torch.no_grad(), onecopy.gathered(model):
         weights = digest(list(model.parameters()))
-    states = [
-        value.local for s in optimizer.state.values() for value in s.values() if isinstance(value, onecopy.SlicedTensor)
-    ]
+    # By names, for a checkpoint brings states back in another order.
+    named = [state for states in optimizer.state.values() for state in sorted(states.items())]
+    states = [value.local for _, value in named if isinstance(value, onecopy.SlicedTensor)]
     return {
         "rank": dist.get_rank(),
         "ranks": dist.get_world_size(),
