@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from onecopy.comm.mesh import Axis
+from onecopy.resilience import ring
 from onecopy.resilience.settling import Standing
 
 Capsules = tuple[Tensor | None, Tensor | None]
-"""A rank's, and that of the rank after it."""
+"""A rank's, and that of the rank that it holds."""
 
 _log = logging.getLogger("onecopy")
 
@@ -54,7 +55,7 @@ def regroup(
     for rank, seat in enumerate(seats):
         if seat is not None:
             numbers[rank] = before.of_ranks[seat.rank]
-            known[before.of_ranks[(seat.rank + 1) % seat.ranks]] = told[rank][1]
+            known[before.of_ranks[seat.holds]] = told[rank][1]
     for rank, number in enumerate(numbers):
         if number is not None:
             known[number] = told[rank][0]
@@ -67,6 +68,6 @@ def regroup(
             if rank == world.rank and known.get(chosen) is None:
                 _log.warning("rank %d: its random numbers were lost with other ranks; they begin anew", rank)
     found = [number for number in numbers if number is not None]
-    after = known.get(found[(world.rank + 1) % world.size]) if world.size > 1 else None
+    after = known.get(found[ring.held(world.rank, world.size)]) if world.size > 1 else None
     free = {number: capsule for number in left if (capsule := known.get(number)) is not None}
     return (known.get(found[world.rank]), after), Streams(tuple(found), free)

@@ -1,7 +1,10 @@
-"""Holdings: what this rank holds for itself and for the rank after it, and how a step changes both alike.
+"""Holdings: what this rank holds for itself and for another (`ring.py`), and how a step changes both alike.
 
-prepare   the rank before gets the final gradients of what it mirrors of this one, and a capsule
-apply     this rank's slice and its mirror are updated; no message
+    prepare   this rank's holder gets the final gradients of what it mirrors, and a capsule
+    apply     this rank's slice and its mirror are updated; no message
+
+Where ranks have met anew each gets what it lacks: slices of its place (`settling.py`), or slices that are cut for another
+number of ranks (`recutting.py`), and capsules (`handing.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from torch.optim.optimizer import Optimizer
 
 from onecopy.comm.mesh import Axis
 from onecopy.errors import RecoveryError, UsageError
+from onecopy.resilience import ring
 from onecopy.resilience.capsules import Belongings, is_unscaled, unscaled_alike
 from onecopy.resilience.handing import Capsules, Streams, regroup
 from onecopy.resilience.mirrors import Mirror, own_gradients
 from onecopy.resilience.points import reach
-from onecopy.resilience.recutting import Draft, draft, layouts_for, mirror_of, seat_of
+from onecopy.resilience.recutting import Draft, draft, layouts_for, seat_of
 from onecopy.resilience.settling import MIRROR, OWN, Seat, Standing, all_come, first_mirrors, hand_over, plan_transfers
 from onecopy.resilience.slices import Slices, group_values, own_slices
 from onecopy.sharding.engine.engine import Engine
@@ -83,7 +87,7 @@ class Holdings:
                 self._mirror = None
             self.seat = now
         if engine.mirror and self._mirror is None and self.seat == now and now.places > 1:
-            self._mirror = Mirror(engine, self._optimizer, mirror_of(now))
+            self._mirror = Mirror(engine, self._optimizer, now.mirrors)
         self._hold()
 
     def _hold(self) -> None:
@@ -112,11 +116,11 @@ class Holdings:
         reach("sent")
 
     def _exchange(self, *, with_gradients: bool) -> Capsules:
-        """Send the rank before this one its capsule, and its gradients where that one mirrors it."""
+        """Send this rank's holder its capsule, and its gradients where that one mirrors it."""
         world = self.world
         if world.size == 1:
             return self._belongings.capsule(), None
-        before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+        before, after = ring.holder(world.rank, world.size), ring.held(world.rank, world.size)
         present, flats = own_gradients(self._engine) if self._mirror and with_gradients else ([], list)
         codes = [_DTYPES.index(dtype) for dtypes in present for dtype in dtypes]
         own = self._belongings.capsule()
@@ -182,7 +186,7 @@ class Holdings:
         manifests = {kind: slices.describe() for kind, slices in self.held.items()}
         everyones = self.world.exchange_objects({kind: found.checksums for kind, found in manifests.items()})
         for rank, found in enumerate(everyones):
-            owner = (rank + 1) % self.world.size
+            owner = ring.held(rank, self.world.size)
             if MIRROR in found and found[MIRROR] != everyones[owner][OWN]:
                 raise RecoveryError(f"rank {rank} mirrors the slices of rank {owner}, and they are not the same")
 
@@ -200,14 +204,15 @@ class Holdings:
         """
         world = self.world
         self._draft = None
+        places, stride = self._engine.mesh.shard.size, ring.stride(world.size)
         stay = all(
-            found.version < 0 or found.seat == Seat(rank, world.size, found.place, self._engine.mesh.shard.size)
+            found.version < 0 or found.seat == Seat(rank, world.size, found.place, places, stride)
             for rank, found in enumerate(standings)
         )
         capsules, streams = regroup(world, standings, self.capsules, self.streams, stay=stay)
         if stay:
-            places = self._engine.mesh.shard.size
-            transfers = plan_transfers(standings, shards=places, mirrored=bool(self._engine.mirror) and places > 1)
+            mirrored = bool(self._engine.mirror) and places > 1
+            transfers = plan_transfers(standings, shards=places, mirrored=mirrored, stride=stride)
             hand_over(world, self._engine, transfers, self.held)
             self.capsules, self.streams, self.cut = capsules, streams, cut
             return

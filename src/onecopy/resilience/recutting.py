@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer
 
 from onecopy.comm.mesh import Axis
 from onecopy.errors import RecoveryError
+from onecopy.resilience import ring
 from onecopy.resilience.mirrors import Mirror, Twin
 from onecopy.resilience.settling import MIRROR, OWN, Seat, Standing, agree
 from onecopy.resilience.slices import Slices, checksum, parameters_of
@@ -87,7 +88,7 @@ class Draft:
 def seat_of(engine: Engine, world: Axis) -> Seat:
     """This rank's, as ranks have met now."""
     shard = engine.mesh.shard
-    return Seat(world.rank, world.size, shard.rank, shard.size)
+    return Seat(world.rank, world.size, shard.rank, shard.size, ring.stride(world.size))
 
 
 def layouts_for(engine: Engine, seat: Seat) -> list[Layout]:
@@ -95,19 +96,16 @@ def layouts_for(engine: Engine, seat: Seat) -> list[Layout]:
     return [bucket.layout_among(seat.places, seat.copies) for bucket in engine.buckets]
 
 
-def mirror_of(seat: Seat) -> int:
-    """The place that the rank in a seat mirrors."""
-    return (seat.place + 1) % seat.places
-
-
-def plan_moves(standings: Sequence[Standing], *, places: int, mirrored: bool, mirrors: bool) -> list[Move]:
+def plan_moves(
+    standings: Sequence[Standing], *, places: int, mirrored: bool, mirrors: bool, stride: int = 1
+) -> list[Move]:
     """Of which old slices new ones are made, and who holds those.
 
     Args:
         standings: of all ranks.
         places: on the shard axis, as ranks have met now.
         mirrored: old slices have mirrors.
-        mirrors: new slices are to have them.
+        mirrors: new slices are to have them, the rank at place p - ``stride`` that of place p.
 
     Raises:
         RecoveryError: if nobody holds some slice any more.
@@ -118,7 +116,7 @@ def plan_moves(standings: Sequence[Standing], *, places: int, mirrored: bool, mi
     for rank, seat in seats.items():
         holders.setdefault(seat.place, []).append((rank, OWN))
         if mirrored and seat.places > 1:
-            holders.setdefault(mirror_of(seat), []).append((rank, MIRROR))
+            holders.setdefault(seat.mirrors, []).append((rank, MIRROR))
     if missing := [place for place in range(before.places) if place not in holders]:
         raise RecoveryError(f"every rank that held slice {missing[0]} of {before.places} is lost")
 
@@ -126,7 +124,7 @@ def plan_moves(standings: Sequence[Standing], *, places: int, mirrored: bool, mi
     for receiver, standing in enumerate(standings):
         wanted = [(OWN, standing.place)]
         if mirrors and places > 1:
-            wanted.append((MIRROR, (standing.place + 1) % places))
+            wanted.append((MIRROR, (standing.place + stride) % places))
         for given, new in wanted:
             for old in range(before.places):
                 # What a rank holds itself it need not be sent.
@@ -159,8 +157,9 @@ def draft(
     layouts = layouts_for(engine, seat)
     slices = {OWN: Twin(engine, optimizer, seat.place, layouts)}
     if engine.mirror and seat.places > 1:
-        slices[MIRROR] = Mirror(engine, optimizer, mirror_of(seat), layouts)
-    moves = plan_moves(standings, places=seat.places, mirrored=bool(engine.mirror), mirrors=bool(engine.mirror))
+        slices[MIRROR] = Mirror(engine, optimizer, seat.mirrors, layouts)
+    mirrored = bool(engine.mirror)
+    moves = plan_moves(standings, places=seat.places, mirrored=mirrored, mirrors=mirrored, stride=seat.stride)
     source = next(rank for rank, standing in enumerate(standings) if standing.version >= 0)
     states = world.exchange_objects(held[OWN].describe_states() if world.rank == source else None)[source]
     assert states is not None

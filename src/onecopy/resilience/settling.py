@@ -23,6 +23,7 @@ from torch import Tensor
 
 from onecopy.comm.mesh import Axis
 from onecopy.errors import RecoveryError
+from onecopy.resilience import ring
 from onecopy.resilience.slices import Manifest, Slices, checksum
 from onecopy.sharding.engine.engine import Engine
 
@@ -39,12 +40,24 @@ class Seat:
     Attributes:
         rank, ranks: its number, and how many there are.
         place, places: likewise on the shard axis.
+        stride: ranks between a rank and its holder (`ring.py`).
     """
 
     rank: int
     ranks: int
     place: int
     places: int
+    stride: int = 1
+
+    @property
+    def holds(self) -> int:
+        """The rank of which it holds what that one has."""
+        return (self.rank + self.stride) % self.ranks
+
+    @property
+    def mirrors(self) -> int:
+        """The place of the slices that it mirrors, where it mirrors any."""
+        return (self.place + self.stride) % self.places
 
     @property
     def copies(self) -> int:
@@ -80,13 +93,13 @@ class Transfer(NamedTuple):
     given: str
 
 
-def plan_transfers(standings: Sequence[Standing], *, shards: int, mirrored: bool) -> list[Transfer]:
+def plan_transfers(standings: Sequence[Standing], *, shards: int, mirrored: bool, stride: int = 1) -> list[Transfer]:
     """From whom newcomers get what they are to hold.
 
     Args:
         standings: of all ranks.
         shards: N, the places on the shard axis.
-        mirrored: the rank at place p - 1 mirrors place p.
+        mirrored: the rank at place p - ``stride`` mirrors place p.
 
     Raises:
         RecoveryError: if nobody holds some slice any more.
@@ -99,7 +112,7 @@ def plan_transfers(standings: Sequence[Standing], *, shards: int, mirrored: bool
     def holder(place: int, lost: int) -> tuple[int, str]:
         if place in owners:
             return owners[place], OWN
-        before = (place - 1) % shards
+        before = (place - stride) % shards
         if mirrored and before in owners:
             return owners[before], MIRROR
         raise RecoveryError(
@@ -111,7 +124,7 @@ def plan_transfers(standings: Sequence[Standing], *, shards: int, mirrored: bool
         if standing.version < 0:
             transfers.append(Transfer(*_from(holder(standing.place, rank), rank), OWN))
             if mirrored:
-                transfers.append(Transfer(*_from(holder((standing.place + 1) % shards, rank), rank), MIRROR))
+                transfers.append(Transfer(*_from(holder((standing.place + stride) % shards, rank), rank), MIRROR))
     return transfers
 
 
@@ -120,8 +133,8 @@ def _from(held: tuple[int, str], receiver: int) -> tuple[int, int, str]:
 
 
 def first_mirrors(size: int) -> list[Transfer]:
-    """What fills the mirrors before the first step: every rank's own slices, to the rank before it."""
-    return [Transfer(rank, (rank - 1) % size, OWN, MIRROR) for rank in range(size)]
+    """What fills the mirrors before the first step: every rank's own slices, to their holder."""
+    return [Transfer(rank, ring.holder(rank, size), OWN, MIRROR) for rank in range(size)]
 
 
 def hand_over(world: Axis, engine: Engine, transfers: Sequence[Transfer], held: Mapping[str, Slices]) -> None:
