@@ -3,7 +3,7 @@
     prepare   this rank's holder gets the final gradients of what it mirrors, and a capsule
     apply     this rank's slice and its mirror are updated; no message
 
-Where ranks have met anew each gets what it lacks: slices of its place (`settling.py`), or slices that are cut for another
+Where ranks have met anew each gets what it lacks: slices of its place (`settling.py`), or slices cut for another
 number of ranks (`recutting.py`), and capsules (`handing.py`).
 """
 
