@@ -25,7 +25,7 @@ from typing import Any
 import numpy
 
 from onecopy.planner.answer.estimate import Job, Option, estimate
-from onecopy.planner.formulas.activations import HIDDEN_COPIES
+from onecopy.planner.formulas.activations import HIDDEN_COPIES, share_of_layer
 from onecopy.planner.formulas.calibrated import utilisation
 from onecopy.planner.formulas.memory import model_state_bytes
 from onecopy.planner.formulas.time import Link, all_reduce_seconds, overlap, step_flops
@@ -105,14 +105,19 @@ def memory_terms(run: Run) -> list[float]:
 
 
 def planned_memory(run: Run) -> float:
-    """Bytes of live tensors as the planner counts them for onecopy, nothing of which is fitted on these runs."""
+    """Bytes of live tensors as the planner counts them, nothing of which is fitted on these runs."""
     sizes = MODELS[run.model]
     hidden, layers, table = sizes.hidden, sizes.layers, sizes.vocabulary * sizes.hidden
     # As wide as the parameters say; nothing depends on how they are shared between attention and MLP.
     wide = round(((sizes.parameters - table - hidden) / layers - 4 * hidden**2 - 2 * hidden) / 3 / hidden)
     block = (hidden * hidden,) * 4 + (hidden * wide,) * 3 + (hidden, hidden)
     units = (Unit("", (table, hidden)), *(Unit(f"layers.{i}", block) for i in range(layers)))
-    shape = Shape(run.model, units, Transformer(layers, hidden, 32, sizes.vocabulary, HIDDEN_COPIES["llama"]))
+    # nanotron gathers what goes into attention and MLP again in backward (`tp_recompute_allgather`, true by default),
+    # and each rank keeps 1/t of a layer (Korthikanti et al.). PyTorch's styles, which onecopy takes, keep it whole.
+    copies = HIDDEN_COPIES["llama"]
+    if run.tensor > 1:
+        copies /= run.tensor * share_of_layer(run.tensor, sequence_parallel=True)
+    shape = Shape(run.model, units, Transformer(layers, hidden, 32, sizes.vocabulary, copies))
     option = Option(
         run.stage,
         run.micro_batch,
@@ -288,6 +293,7 @@ def main() -> None:
         found = describe(errors(some, planned_memory, lambda run: run.memory))
         middle = statistics.median(planned_memory(run) / run.memory for run in some)
         print(f"  {tensor} tensor ranks        {found}   median ratio {middle:.2f}")
+    print(f"  all                   {describe(errors(runs, planned_memory, lambda run: run.memory))}")
     plain = [run for run in runs if run.tensor == 1]
     fitted, held = halves(plain)
     constants = fit_time(fitted)

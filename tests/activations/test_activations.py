@@ -31,7 +31,7 @@ from onecopy.observe.ledger import Ledger
 from onecopy.observe.meter import Meter
 from oracle import OPTIMIZERS, Run, assert_trains_like_twin, part, train, train_twin
 from ranks import run_ranks
-from tensor_parallel_models import DIM, Gpt, full_weights, mesh_of, parallelize
+from tensor_parallel_models import DIM, HEADS, Gpt, full_weights, mesh_of, parallelize
 
 ROWS, LENGTH, LAYERS = 12, 8, 2
 OFFLOADS = ["none", "cpu", "files"]
@@ -404,10 +404,11 @@ def test_two_by_two_ranks_with_partitioned_checkpoints_train_like_one_process(st
             torch.testing.assert_close(found.weights[name], value, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"])
-def test_partitioning_and_offloading_change_no_bit(offload: str | None) -> None:
+@pytest.mark.parametrize("activations", [Activations(), Activations(offload="cpu"), Activations("selective")])
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence-parallel"])
+def test_partitioning_offloading_and_keeping_products_change_no_bit(activations: Activations, sequence: bool) -> None:
     """Against the same model recomputed without them, and not recomputed at all."""
-    for plain, moved in zip(_trained(3, None), _trained(3, Activations(offload=offload)), strict=True):
+    for plain, moved in zip(_trained(3, None, sequence), _trained(3, activations, sequence), strict=True):
         assert plain["run"].losses == moved["run"].losses
         assert plain["run"].norms == moved["run"].norms
         for name, value in plain["run"].weights.items():
@@ -425,6 +426,11 @@ def test_checkpoint_bytes_are_the_papers() -> None:
     }
     for activations, expected in cases.items():
         assert [found["checkpoints"] for found in _trained(3, activations)] == [expected] * 4
+    # Beside the cut input: q, k, v, attention and the MLP's first product of a rank's own heads and columns, with a
+    # log-sum of each head; and the two products that are summed over the ranks, whole.
+    own = 4 * DIM // 2 + 3 * DIM // 2 + HEADS // 2
+    selective = whole // 2 + SAMPLES * LENGTH * LAYERS * (own + 2 * DIM) * 4
+    assert [found["checkpoints"] for found in _trained(3, Activations("selective"))] == [(selective, 0)] * 4
     # Sequence parallelism has cut them along the sequence already.
     assert [found["checkpoints"] for found in _trained(3, Activations(), True)] == [(whole // 2, 0)] * 4
 

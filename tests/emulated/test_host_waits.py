@@ -70,6 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
     "statistics": {"build": WithStatistics},
     "unused": {"build": lambda: HasUnused(layers=3)},
     "recomputed": {"activations": onecopy.Activations()},
+    "selective": {"activations": onecopy.Activations("selective")},
     "offloaded": {"activations": onecopy.Activations(offload="cpu")},
 }
 

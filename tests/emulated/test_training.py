@@ -54,15 +54,16 @@ def test_hybrid_training_equals_one_process(num_ranks: int) -> None:
     run_clean(num_ranks, run)
 
 
-@pytest.mark.parametrize("offload", [None, "cpu", "files"])
-def test_recomputed_training_equals_one_process(offload: str | None, tmp_path: Path) -> None:
-    where = str(tmp_path) if offload == "files" else offload
+@pytest.mark.parametrize("how", ["units", "selective", "cpu", "files"])
+def test_recomputed_training_equals_one_process(how: str, tmp_path: Path) -> None:
+    if how in ("units", "selective"):
+        activations = onecopy.Activations(how)
+    else:
+        activations = onecopy.Activations(offload=str(tmp_path) if how == "files" else how)
 
     def run(rank: int, device: torch.device) -> None:
         for stage in STAGES:
-            trains_like_one_process(
-                rank, device, 2, stage=stage, accumulate=2, activations=onecopy.Activations(offload=where)
-            )
+            trains_like_one_process(rank, device, 2, stage=stage, accumulate=2, activations=activations)
 
     run_clean(2, run)
 

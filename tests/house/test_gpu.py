@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulate": {**CLOSE, "accumulate": 2},
     "small buffers": {**CLOSE, "bucket_bytes": 1000},
     "recomputed": {**CLOSE, "activations": onecopy.Activations()},
+    "selective": {**CLOSE, "activations": onecopy.Activations("selective")},
     "offloaded": {**CLOSE, "activations": onecopy.Activations(offload="cpu")},
     "defragmented": {**CLOSE, "defragment": True},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from dataclasses import replace
 from functools import cache
@@ -16,7 +17,7 @@ from onecopy.errors import SettingsError
 from onecopy.planner.answer.advice import Wishes, options
 from onecopy.planner.answer.advice import advise as search
 from onecopy.planner.answer.estimate import Job, Option, estimate
-from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
+from onecopy.planner.answer.paste import as_dict, as_json, config_toml, shard_call
 from onecopy.planner.answer.redundancy import redundancy
 from onecopy.planner.answer.sweep import HURTS, crossover, curves, parse_range, thresholds
 from onecopy.planner.answer.zero_r import configure, paper
@@ -139,10 +140,10 @@ def test_hybrid_sharding_is_looked_at_on_several_nodes() -> None:
 
 def test_partitioned_checkpoints_ask_for_tensor_parallelism() -> None:
     kinds = {o.checkpointing for o in options(JOB, EIGHT, Wishes(tensor=1))}
-    assert kinds == {"off", "units", "units+cpu"}
+    assert kinds == {"off", "selective", "units", "units+cpu"}
     # Blocks cut along the sequence keep parts of their inputs as they are; P_a is for those that are not.
     along = list(options(JOB, EIGHT, Wishes(tensor=2)))
-    assert {o.checkpointing for o in along} == {"off", "units", "units+cpu"}
+    assert {o.checkpointing for o in along} == {"off", "selective", "units", "units+cpu"}
     assert all(o.sequence for o in along)
     partitioned = list(options(JOB, EIGHT, Wishes(tensor=2, checkpointing="P_a")))
     assert {(o.checkpointing, o.sequence) for o in partitioned} == {("P_a", False)}
@@ -183,6 +184,8 @@ def test_model_states_are_divided_by_the_tensor_degree() -> None:
     "checkpointing, kept, sent, on_host",
     [
         ("off", 17 * (10 + 24 / 4) / 34, 8, 0),
+        # The input; 3h, h of attention, 4h of ranks' own, and 2h that are sums over the ranks.
+        ("selective", 1 + 8 / 4 + 2, 10, 0),
         ("units", 1, 10, 0),
         ("units+cpu", 0, 10, 1),
         ("P_a", 1 / 4, 11, 0),
@@ -196,6 +199,8 @@ def test_activations_over_four_tensor_ranks(checkpointing: Any, kept: float, sen
     hidden_state = 2 * 256 * 512 * 2
     found = estimate(job, EIGHT, Option(2, 2, 3, checkpointing, "none", 2, tensor=4))
     working = 0 if checkpointing == "off" else 17 * (10 + 24 / 4) / 34
+    # Repeated is what is no product; of products all but the two sums, queries and keys are saved.
+    working -= 6 / 4 if checkpointing == "selective" else 0
     seen = found.peaks["forward"]["activations"] + found.peaks["forward"]["checkpoints"]
     assert seen == pytest.approx((6 * kept + working) * hidden_state, rel=0.001)
     assert found.activations_sent == pytest.approx(3 * 6 * sent * hidden_state * 3 / 4)
@@ -340,7 +345,7 @@ def test_the_call_is_python_that_names_the_choice() -> None:
     assert '("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))' in call
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "units", "units+cpu", "P_a", "P_a+cpu"])
+@pytest.mark.parametrize("checkpointing", ["off", "selective", "units", "units+cpu", "P_a", "P_a+cpu"])
 def test_a_tensor_axis_is_pasted(tmp_path: Path, checkpointing: Any) -> None:
     """Oracle: onecopy train's own reader, and the mesh that it makes."""
     tensor = 1 if checkpointing == "units+cpu" else 2
@@ -351,9 +356,10 @@ def test_a_tensor_axis_is_pasted(tmp_path: Path, checkpointing: Any) -> None:
     assert (config.parallel.tensor, config.parallel.replicate, config.parallel.ranks) == (tensor, 2, 16)
     assert config.data.batch == 4 * 16 // tensor
     chosen = config.activations
-    assert chosen.recompute is (checkpointing != "off")
+    assert chosen.recompute == ("selective" if checkpointing == "selective" else checkpointing != "off")
+    assert ('Activations("selective", partition=False)' in shard_call(JOB, found)) is (checkpointing == "selective")
     assert chosen.keep_on == ("cpu" if checkpointing.endswith("+cpu") else "device")
-    if checkpointing == "units":
+    if checkpointing in ("selective", "units"):
         assert not chosen.partition
     if checkpointing.startswith("P_a"):
         assert chosen.partition
@@ -390,7 +396,8 @@ def _run_call(rank: int, call: str) -> tuple[int, list[str]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=16))
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=16, use_cache=False)
+    model = GPT2LMHeadModel(config)
     names = {"model": model, "onecopy": onecopy, "torch": torch}
     exec(call.replace('"cuda"', '"cpu"'), names)
     tokens = torch.arange(16).view(1, 16)
@@ -399,12 +406,15 @@ def _run_call(rank: int, call: str) -> tuple[int, list[str]]:
     return onecopy.meter(model).off_device.get("checkpoints", -1), sorted({e.axis for e in traffic.entries})
 
 
-@pytest.mark.parametrize("checkpointing", ["P_a", "P_a+cpu"])
+@pytest.mark.parametrize("checkpointing", ["P_a", "P_a+cpu", "selective"])
 def test_the_call_with_a_tensor_axis_runs(checkpointing: Any) -> None:
     """What is printed, on four CPU ranks: slices over two, and checkpoints gathered over the other two."""
     job = Job(from_sizes(2, 32, heads=4, vocabulary=64), 16, "fp32")
-    found = estimate(job, Machine(4, gpu_of("h100")), Option(3, 1, 1, checkpointing, "none", 2, tensor=2))
+    along = checkpointing == "selective"
+    option = Option(3, 1, 1, checkpointing, "none", 2, tensor=2, sequence=along)
+    found = estimate(job, Machine(4, gpu_of("h100")), option)
     for off_device, axes in run_ranks(4, _run_call, shard_call(job, found)):
+        # Checkpoints, or gradients of norms, which are sums over the parts of a sequence.
         assert axes == ["shard", "tensor"]
         # Counted, and gone again once backward is through.
         assert off_device == (0 if checkpointing == "P_a+cpu" else -1)
@@ -415,6 +425,12 @@ def test_the_plan_as_data() -> None:
     data = as_dict(JOB, EIGHT, advice)
     assert data["best"]["fits"]
     assert len(data["options"]) == len(advice.estimates)
+    assert json.loads(as_json(data)) == json.loads(json.dumps(data))
+    assert len(as_json(data)) < 1200 * len(data["options"])
+    for entry, found in zip(data["options"], advice.estimates, strict=True):
+        assert sum(entry["memory"][found.peak_phase].values()) == pytest.approx(found.peak, abs=50)
+        assert len(entry["memory"]) == (3 if found.fits else 1)
+    assert set(data["best"]["memory"]) == {"load", "forward", "backward", "step", "save"}
     assert all(entry["missing"] for entry in data["options"] if not entry["available"])
 
 

@@ -6,6 +6,7 @@ Oracle: the engine's own meter and ledger. Tolerances are the project's: 3 % sim
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from onecopy.errors import UsageError
 from onecopy.planner.answer.compare import Comparison, compare, tabulate
 from onecopy.planner.answer.estimate import Job, Option
 from onecopy.planner.engine.fake import fake_ranks
-from onecopy.planner.engine.simulate import Simulated, describe_units, simulate
+from onecopy.planner.engine.simulate import Simulated, _features, describe_units, simulate
 from onecopy.planner.engine.step import step_bytes
+from onecopy.planner.formulas.activations import product_bytes
 from onecopy.planner.formulas.traffic import step_elements
 from onecopy.planner.model.schedule import Schedule, Sizes, Unit, Widths, padded_numels
-from onecopy.planner.model.shape import Shape, Transformer
+from onecopy.planner.model.shape import Shape, Transformer, is_block
 from ranks import run_ranks
 
 transformers: Any = pytest.importorskip("transformers")
@@ -146,13 +148,16 @@ def _checkpointed(kind: str) -> Comparison:
     return compare(job, option, config=None, factory=None)
 
 
-@pytest.mark.parametrize("kind", ["units", "units+cpu"])
+@pytest.mark.parametrize("kind", ["selective", "units", "units+cpu"])
 def test_checkpoints_are_simulated(kind: str) -> None:
-    """Oracles: the engine's meter, and b·s·h·L of 2 bytes (ZeRO §3.2), none on the device where they are moved."""
+    """Oracles: the engine's meter, and b·s·h·L of 2 bytes (ZeRO §3.2), none on the device where they are moved.
+
+    Selective recomputation keeps 9h of a GPT-2 block's products too; attention has dropout here, and is repeated.
+    """
     rows = {
         (phase, name): (formula, engine) for phase, name, formula, engine in _run_in_child(_checkpointed, kind).rows
     }
-    kept = WORDS * LENGTH * 256 * 2 * 2 if kind == "units" else 0
+    kept = WORDS * LENGTH * 256 * 2 * 2 * {"selective": 10, "units": 1, "units+cpu": 0}[kind]
     assert rows.get(("forward", "checkpoints"), (0, 0)) == (kept, kept)
     formula, engine = rows["forward", "activations"]
     assert formula == pytest.approx(engine, rel=0.03)
@@ -230,6 +235,48 @@ def test_units_are_described_in_the_order_of_forward() -> None:
     # what later ones share.
     assert 20 < blocks[1] / (WORDS * LENGTH * 256 * 2) < 50
     assert blocks[0] > blocks[1]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_products_follow_from_sizes(name: str) -> None:
+    """Oracle: fake tensors, as operations return them. Attention's log-sums, 4 bytes a head and token, are left out."""
+    build, batch = MODELS[name]
+    for unit in _run_in_child(describe_units, partial(quiet, build), batch):
+        if is_block(unit):
+            # 3h, h, 4h and h; or q, k, v, o, and 704 twice and h.
+            assert unit.features == (9 * 256 if name == "gpt2" else 4 * 256 + 2 * 704 + 256)
+            expected = product_bytes(WORDS, LENGTH, 256, unit.features)
+            assert unit.products == expected + 4 * 4 * WORDS * LENGTH
+            assert unit.inputs == 2 * WORDS * LENGTH * 256
+            # Backward needs no product that is added to the hidden state, and no query and key before they are rotated.
+            unused = 2 if name == "gpt2" else 4
+            assert unit.repeated == unit.activations - (unit.products - unused * unit.inputs)
+
+
+def quiet(build: Any) -> Any:
+    """Without dropout, whose attention would be computed again."""
+    return build().eval()
+
+
+def test_products_that_are_not_known() -> None:
+    """Weights that are no linear layers; and units inside of units, which selective recomputation refuses."""
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4, 4))
+
+    assert _features(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6))) == 6
+    assert _features(torch.nn.Sequential(torch.nn.Linear(4, 6), Own())) == 0
+    nested = _run_in_child(_nested_units)
+    assert nested["blocks.0"].products is None
+    assert nested["blocks.0"].inputs is not None
+
+
+def _nested_units() -> dict[str, Unit]:
+    names = ["blocks.0", "blocks.0.attention", "blocks.1"]
+    found = describe_units(build_tiny, lambda: (torch.zeros(2, 33, dtype=torch.long),), units=names)
+    return {unit.name: unit for unit in found}
 
 
 def with_adapters() -> Any:

@@ -144,6 +144,10 @@ def test_the_default_run_is_two_ranks_on_bytes(monkeypatch: pytest.MonkeyPatch) 
         ({"parallel.ranks": 3, "parallel.tensor": 2}, "must be a multiple of parallel.tensor (2)"),
         ({"parallel.ranks": 4, "parallel.tensor": 4}, "must divide the model's 6 attention heads"),
         ({"activations.keep_on": "cpu"}, "would do nothing beside activations.recompute"),
+        (
+            {"activations.recompute": "selective", "activations.keep_on": "cpu"},
+            "what products return too, on the device",
+        ),
         ({"offload.units_ahead": 2}, "would do nothing beside offload.parameters_on"),
         ({"offload.optimizer_on": "cpu", "parallel.stage": 0}, "take stage 1, 2 or 3"),
         ({"offload.parameters_on": "/states"}, "give offload.optimizer_on too"),

@@ -404,6 +404,8 @@ def test_planned_stands_beside_measured(
         (2, 2, 2, {"keep_on": "cpu"}),
         (2, 2, 1, {"partition": False}),
         (4, 2, 3, {}),
+        (1, 1, 2, {"recompute": "selective"}),
+        (2, 2, 3, {"recompute": "selective"}),
     ],
 )
 def test_planned_activations_stand_beside_measured(
@@ -419,8 +421,7 @@ def test_planned_activations_stand_beside_measured(
         parallel__tensor=tensor,
         # With whole logits the highest moment is the one at which all that is kept is there.
         loss__chunked=False,
-        activations__recompute=True,
-        **{f"activations__{name}": value for name, value in settings.items()},
+        **{f"activations__{name}": value for name, value in ({"recompute": True} | settings).items()},
         schedule__steps=4,
         evaluation__evaluate_every=0,
     )
@@ -429,6 +430,9 @@ def test_planned_activations_stand_beside_measured(
         assert planned[category] == pytest.approx(measured[category], rel=0.05), category
     inputs = 12 * tensor // size * 16 * 24 * 2 * 4
     kept = inputs // (tensor if settings.get("partition", True) else 1)
+    if settings.get("recompute") == "selective":
+        # 3h, h of attention and 4h of heads and columns of its own, 2h that are sums over the ranks; 2 heads' log-sums.
+        kept += 12 * tensor // size * 16 * 2 * 4 * ((24 * 8 + 2) // tensor + 24 * 2)
     on_host = settings.get("keep_on") == "cpu"
     assert summary["planned"]["off_device"] == summary["highest_off_device"] == {"checkpoints": kept * on_host}
     assert planned["checkpoints"] == measured["checkpoints"] == kept * (not on_host)

@@ -111,6 +111,9 @@ def test_a_space_of_a_file(tmp_path: Path) -> None:
         (Candidate(2, 8, 1, 2), Candidate(2, 4, 2, 2), "backward", False),
         (Candidate(2, 4, 2, 2), Candidate(2, 4, 2, 2, "units"), "forward", True),
         (Candidate(2, 4, 2, 2, "units"), Candidate(2, 4, 2, 2), "forward", False),
+        (Candidate(2, 4, 2, 2, "selective"), Candidate(2, 4, 2, 2, "units"), "forward", True),
+        (Candidate(2, 4, 2, 2, "selective"), Candidate(2, 4, 2, 2), "forward", False),
+        (Candidate(2, 4, 2, 2, "units"), Candidate(2, 4, 2, 2, "selective"), "forward", False),
         # While the model is built, samples do not matter.
         (Candidate(1, 1, 8, 2, "units"), Candidate(2, 8, 1, 2), "load", True),
         (Candidate(1, 1, 8, 2, "units"), Candidate(2, 8, 1, 2), "step", False),

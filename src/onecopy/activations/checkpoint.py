@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from onecopy.activations.kept import Store
 from onecopy.activations.partition import Partition
 from onecopy.activations.region import Region
+from onecopy.activations.selective import Selective
 from onecopy.activations.store import make_store
 from onecopy.comm.mesh import Axis, make_mesh
 from onecopy.errors import SettingsError, UsageError
@@ -40,6 +41,7 @@ def checkpoint(
     mesh: DeviceMesh | None = None,
     *,
     offload: str | os.PathLike[str] | None = None,
+    selective: bool = False,
     ledger: Ledger | None = None,
     meter: Meter | None = None,
 ) -> F:
@@ -51,11 +53,13 @@ def checkpoint(
     it is needed (P_a of ZeRO §6.1). One that is cut already, as by sequence parallelism, is kept as it is.
 
     Bytes kept: the arguments, ÷ M where they are cut. Bytes sent: (M - 1)/M of those that are cut, in each backward.
+    With ``selective`` also the outputs of matrix products, convolutions and fused attention inside, on their device.
 
     Args:
         target: a module, which is changed in place, or a function.
         mesh: the tensor axis, ``mesh["tensor"]``; None cuts nothing.
         offload: where the arguments are kept: None on their device, "cpu" in host memory, or the path of a directory.
+        selective: keep the outputs of dear operations too, so that only cheap ones are computed again.
         ledger: where gathers, and what moves off the device and back, are booked, such as `onecopy.ledger(model)`.
         meter: where bytes are counted, such as `onecopy.meter(model)`.
 
@@ -76,21 +80,32 @@ def checkpoint(
                 f'activations are cut over the tensor axis: pass mesh["tensor"]; found axes {mesh.mesh_dim_names}.'
             )
         axis = make_mesh(mesh, shards=True, ledger=ledger, staging=Staging()).tensor
-    return checkpoint_over(target, axis, make_store(offload, meter, Movers(meter, ledger)), unit="")
+    kept = Selective(meter) if selective else None
+    store = make_store(offload, meter, Movers(meter, ledger))
+    return checkpoint_over(target, axis, store, unit="", selective=kept)
 
 
-def checkpoint_over(target: F, axis: Axis, store: Store, *, unit: str, arena: Arena | None = None) -> F:
+def checkpoint_over(
+    target: F,
+    axis: Axis,
+    store: Store,
+    *,
+    unit: str,
+    arena: Arena | None = None,
+    selective: Selective | None = None,
+) -> F:
     """As `checkpoint`, over an axis and into a store that are made already.
 
     Args:
         unit: the name under which gathers are booked.
-        arena: where what stays on the device is kept; None takes memory for it from PyTorch.
+        arena: where inputs that stay on the device are kept; None takes memory for them from PyTorch.
+        selective: keeps the outputs of dear operations; None computes everything again.
     """
     partition = Partition(axis, store, unit, arena)
     if isinstance(target, nn.Module):
         if hasattr(target, _REGION):
             raise UsageError(f"this {type(target).__name__} is checkpointed already")
-        region = Region(target.forward, partition)
+        region = Region(target.forward, partition, selective)
         setattr(target, _REGION, region)
         # Other hooks of the module stay outside: they run once, with the inputs and outputs that callers see.
         begin, end = (
@@ -99,7 +114,7 @@ def checkpoint_over(target: F, axis: Axis, store: Store, *, unit: str, arena: Ar
         target.register_forward_pre_hook(begin, with_kwargs=True)
         target.register_forward_hook(end, prepend=True, always_call=True)
         return target
-    region = Region(target, partition)
+    region = Region(target, partition, selective)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +124,7 @@ def checkpoint_over(target: F, axis: Axis, store: Store, *, unit: str, arena: Ar
         except BaseException:
             region.end(failed=True)
             raise
-        region.end()
+        region.end(result)
         return result
 
     wrapped: Any = call
@@ -128,4 +143,4 @@ def _begin(region: Region, module: nn.Module, args: tuple[Any, ...], kwargs: dic
 
 def _end(region: Region, _: nn.Module, __: Any, output: Any) -> None:
     # A forward that raised comes here too, without an output.
-    region.end(failed=output is None)
+    region.end(output, failed=output is None)

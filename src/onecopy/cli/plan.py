@@ -41,8 +41,9 @@ def plan(
     checkpointing: Annotated[
         str | None,
         _option(
-            "Plan only one kind of recomputation: off; units (keep only the inputs of blocks); P_a (and cut them over "
-            "tensor ranks); units+cpu or P_a+cpu (and off the device).",
+            "Plan only one kind of recomputation: off; selective (keep what matrix products and attention return); "
+            "units (keep only the inputs of blocks); P_a (and cut them over tensor ranks); units+cpu or P_a+cpu (and "
+            "off the device).",
             "TEXT",
             _MODEL,
         ),

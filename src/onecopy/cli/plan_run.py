@@ -21,7 +21,7 @@ from onecopy.planner.answer.advice import Preset, Wishes, advise
 from onecopy.planner.answer.describe import describe
 from onecopy.planner.answer.errors import expected
 from onecopy.planner.answer.estimate import Job
-from onecopy.planner.answer.paste import as_dict, config_toml, shard_call
+from onecopy.planner.answer.paste import as_dict, as_json, config_toml, shard_call
 from onecopy.planner.answer.quantised import eight_bit
 from onecopy.planner.answer.redundancy import redundancy
 from onecopy.planner.answer.survival import RANKS, Way, losses_a_day, ways
@@ -134,8 +134,7 @@ def run(request: Request) -> bool:
             result["zero_r"] = [one.as_dict() for one in configured]
         if simulated is not None:
             result["simulated"] = simulated.as_dict()
-        json.dump(result, sys.stdout, indent=2, ensure_ascii=False)
-        sys.stdout.write("\n")
+        sys.stdout.write(as_json(result) + "\n")
     else:
         if translation is not None:
             console.print(translation.text(), markup=False, highlight=False, soft_wrap=True)

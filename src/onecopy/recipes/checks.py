@@ -59,8 +59,8 @@ def check(config: Config) -> None:
     problems = [
         problem
         for find in (
-            *(_unused, _offload, _optimizer, _ranks, _recovery, _device, _model, _data, _evaluation, _resume),
-            _directory,
+            *(_unused, _activations, _offload, _optimizer, _ranks, _recovery, _device, _model, _data, _evaluation),
+            *(_resume, _directory),
         )
         if (problem := find(config))
     ]
@@ -96,6 +96,17 @@ def _unused(config: Config) -> str | None:
                 f"{reason} = {getattr(getattr(config, section), name)!r}; change one of them"
             )
     return None
+
+
+def _activations(config: Config) -> str | None:
+    """What `onecopy.Activations` would refuse once ranks run."""
+    chosen = config.activations
+    if chosen.recompute != "selective" or chosen.keep_on == "device":
+        return None
+    return (
+        f"activations.keep_on = {chosen.keep_on!r} moves the inputs of blocks; activations.recompute = 'selective' "
+        f"keeps what products return too, on the device: set recompute to true, or leave keep_on away"
+    )
 
 
 def offload_of(config: Config) -> Offload | None:
@@ -201,7 +212,9 @@ def _model(config: Config) -> str | None:
     if not config.model.path:
         if config.model.hidden % config.model.heads:
             return f"model.hidden ({config.model.hidden}) must be a multiple of model.heads ({config.model.heads})"
-        return _spread({"model_type": "gpt2", "n_head": config.model.heads}, config)
+        # As many tokens as can be divided, see `build_model`.
+        small = {"model_type": "gpt2", "n_head": config.model.heads, "vocab_size": config.parallel.tensor}
+        return _spread(small, config)
     path = Path(config.model.path)
     settings = path / "config.json" if path.is_dir() else path
     if not settings.is_file():

@@ -83,8 +83,8 @@ class Parallel(Section):
     )
     sequence: bool = Field(
         default=False,
-        description="With tensor, for Llama and what is built like it: cut norms and what stands between blocks along "
-        "the sequence, embedding and head along the vocabulary, so that nothing large is whole on a rank.",
+        description="With tensor: cut norms and what stands between blocks along the sequence, embedding and head "
+        "along the vocabulary, so that nothing large is whole on a rank.",
     )
     accumulate: int = Field(default=1, ge=1, description="Micro-batches in a step.")
     precision: Literal["fp32", "bf16", "bf16-lean"] = Field(
@@ -118,8 +118,10 @@ class Parallel(Section):
 class Activations(Section):
     """What is kept from forward to backward."""
 
-    recompute: bool = Field(
-        default=False, description="Keep only the inputs of blocks, and compute each block again in backward."
+    recompute: bool | Literal["selective"] = Field(
+        default=False,
+        description="Keep only the inputs of blocks, and compute each block again in backward. 'selective': keep what "
+        "matrix products and attention return too, and compute the rest again.",
     )
     partition: bool = Field(
         default=True, description="Cut these inputs over the ranks of parallel.tensor, which all hold the same ones."

@@ -23,7 +23,8 @@ def build_model(config: Config, vocabulary: int, *, weights: bool = True) -> nn.
     """The model to train, on the CPU in fp32; random weights depend on torch's seed alone.
 
     Args:
-        vocabulary: tokens of the data; what a given model has must be enough for them.
+        vocabulary: tokens of the data; what a given model has must be enough for them. The small GPT-2 has as many, or
+            the next number that ``parallel.tensor`` divides, where ``parallel.sequence`` cuts it.
         weights: read those of a directory.
 
     Raises:
@@ -34,8 +35,10 @@ def build_model(config: Config, vocabulary: int, *, weights: bool = True) -> nn.
     transformers.utils.logging.disable_progress_bar()  # Every rank would draw one.
     path = config.model.path
     if not path:
+        # Tokens are added that no text has, so that ranks can share the vocabulary evenly.
+        parts = config.parallel.tensor if config.parallel.sequence else 1
         small = transformers.GPT2Config(
-            vocab_size=vocabulary,
+            vocab_size=-(-vocabulary // parts) * parts,
             n_positions=config.data.sequence_length,
             n_layer=config.model.layers,
             n_embd=config.model.hidden,

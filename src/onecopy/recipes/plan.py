@@ -15,7 +15,7 @@ from onecopy.planner.answer.describe import transformer_of
 from onecopy.planner.answer.estimate import Job, Option, step_seconds
 from onecopy.planner.engine.simulate import describe_units
 from onecopy.planner.engine.step import step_bytes
-from onecopy.planner.formulas.activations import share_of_layer
+from onecopy.planner.formulas.activations import products_over, share_of_layer
 from onecopy.planner.formulas.traffic import step_elements
 from onecopy.planner.machine.machine import Machine, gpu_named
 from onecopy.planner.model.schedule import Phase, Schedule, Sizes, Unit, padded_numels
@@ -84,7 +84,10 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     schedule = replace(option.schedule(job), native=world.device.type != "cpu")
     if sizes is not None:
         units = cut(units, sizes.hidden, parallel.tensor, ends=parallel.sequence)
-    units = [_as_counted(unit, option) for unit in units]
+    cuts = _cuts_inputs(config)
+    held = [_on_one_rank(unit, option, cuts=cuts) for unit in units]
+    # The meter does not see what a block recomputes.
+    units = [replace(unit, working=0.0) for unit in held]
     # Activations are counted in the profiled step alone, and move the highest moment there.
     plain = [replace(unit, activations=0.0, logits=0.0) for unit in units]
     moments = [_highest(step_bytes(plain, schedule)), _first_step(plain, schedule)]
@@ -106,15 +109,16 @@ def plan_run(config: Config, world: World, vocabulary: int) -> dict[str, Any] | 
     states_pool = SLOTS * (3.0 * schedule.widths.master + schedule.widths.gradient) * widest if on_disk else 0.0
     parts_pool = SLOTS * max(parts) if config.activations.keep_on not in ("device", "cpu") else 0.0
     memory["communication"] += max(states_pool, parts_pool)
-    gathered = kept * (parallel.tensor - 1) * parallel.accumulate
+    inputs = sum(unit.inputs or 0.0 for unit in units) if option.checkpointing == "selective" else kept
+    gathered = inputs * (parallel.tensor - 1) * parallel.accumulate
     planned: dict[str, Any] = {
         "memory": memory,
         "off_device": {"checkpoints": kept if option.checkpointing.endswith("+cpu") else 0.0} | on_disk,
         "bytes_sent": elements.total * schedule.widths.reduce,
-        "activations_sent": gathered if option.checkpointing.startswith("P_a") else 0.0,
+        "activations_sent": gathered if cuts else 0.0,
     }
     if sizes is not None and (machine := _machine(world)) is not None:
-        planned["seconds"] = step_seconds(job, machine, option, schedule, units)[0].total
+        planned["seconds"] = step_seconds(job, machine, option, schedule, held)[0].total
     return planned
 
 
@@ -129,13 +133,20 @@ def _balance(config: Config, vocabulary: int, schedule: Schedule) -> Balance:
 
 def _checkpointing(config: Config) -> Checkpointing:
     """The planner's name for what the config says of activations."""
-    chosen, parallel = config.activations, config.parallel
-    cuts = chosen.partition and parallel.tensor > 1 and not parallel.sequence
+    chosen, cuts = config.activations, _cuts_inputs(config)
     if not chosen.recompute:
         return "off"
+    if chosen.recompute == "selective":
+        return "selective"
     if chosen.keep_on == "device":
         return "P_a" if cuts else "units"
     return "P_a+cpu" if cuts else "units+cpu"
+
+
+def _cuts_inputs(config: Config) -> bool:
+    """Whether inputs are kept in parts over the tensor ranks, which sequence parallelism has cut already."""
+    chosen, parallel = config.activations, config.parallel
+    return bool(chosen.recompute) and chosen.partition and parallel.tensor > 1 and not parallel.sequence
 
 
 def _on_disk(config: Config, own: float, schedule: Schedule) -> Sizes:
@@ -175,12 +186,21 @@ def _sizes(config: Config, vocabulary: int) -> Transformer | None:
     return transformer_of(json.loads(file.read_text(encoding="utf-8")))
 
 
-def _as_counted(unit: Unit, option: Option) -> Unit:
-    """A unit of whole blocks as the meter sees it on one of the tensor ranks."""
+def _on_one_rank(unit: Unit, option: Option, *, cuts: bool) -> Unit:
+    """A unit of whole blocks as one of the tensor ranks holds it; ``cuts``: its input in parts (P_a)."""
     share = share_of_layer(option.tensor, sequence_parallel=option.sequence) if is_block(unit) else 1.0
-    inputs = unit.inputs and unit.inputs / (option.tensor if option.sequence else 1)
-    unit = replace(unit, activations=unit.activations * share, inputs=inputs)
-    return replace(checkpointed(unit, option.checkpointing, option.tensor), working=0.0)
+    # What is called P_a is cut by `checkpointed`.
+    parts = option.sequence or (cuts and option.checkpointing == "selective")
+    inputs = unit.inputs and unit.inputs / (option.tensor if parts else 1)
+    products = unit.products and products_over(unit.products, unit.inputs or 0.0, option.tensor)
+    unit = replace(
+        unit,
+        activations=unit.activations * share,
+        inputs=inputs,
+        products=products,
+        repeated=unit.repeated * share,
+    )
+    return checkpointed(unit, option.checkpointing, option.tensor)
 
 
 def _highest(peaks: dict[Phase, Sizes]) -> Sizes:

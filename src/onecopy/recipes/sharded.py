@@ -67,6 +67,7 @@ def _activations(config: Config) -> onecopy.Activations | None:
     if not chosen.recompute:
         return None
     return onecopy.Activations(
+        "selective" if chosen.recompute == "selective" else "units",
         partition=chosen.partition and not config.parallel.sequence,
         offload=None if chosen.keep_on == "device" else chosen.keep_on,
     )

@@ -27,8 +27,8 @@ def parallelize(model: Any, tensor: DeviceMesh, *, sequence: bool = False) -> No
     """Spread a causal LM of transformers over the tensor axis, in place.
 
     Args:
-        sequence: for Llama and what is built like it: norms and what stands between blocks are cut along the sequence,
-            embedding and head along the vocabulary, so that no activation and no large weight is whole on a rank. Of
+        sequence: norms and what stands between blocks are cut along the sequence, embedding and head along the
+            vocabulary, so that no activation and no large weight is whole on a rank. Of
             activation checkpoints every rank has its part already (``Activations(partition=False)``).
 
     Raises:
@@ -38,7 +38,9 @@ def parallelize(model: Any, tensor: DeviceMesh, *, sequence: bool = False) -> No
         raise SettingsError(problem)
     if model.config.model_type == "gpt2":
         for block in model.transformer.h:
-            _spread_gpt2_block(block, tensor)
+            _spread_gpt2_block(block, tensor, sequence)
+        if sequence:
+            _spread_gpt2_ends(model, tensor)
         return
     for block in model.model.layers:
         _spread_llama_block(block, tensor, sequence)
@@ -77,16 +79,46 @@ def _spread_llama_block(block: nn.Module, tensor: DeviceMesh, sequence: bool) ->
 
 def _spread_ends(model: Any, tensor: DeviceMesh) -> None:
     """Cut embedding and head along the vocabulary, and what is between them and the blocks along the sequence."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
 
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = head.weight is table.weight
     plan: dict[str, Any] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(use_local_output=True),
     }
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     parallelize_module(model.model, tensor, plan)
+    _cut_head(model, tensor, tied=tied)
+
+
+def _spread_gpt2_ends(model: Any, tensor: DeviceMesh) -> None:
+    """As `_spread_ends`; the table of positions is cut as the embedding is."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
+
+    table = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    plan: dict[str, Any] = {"wte": table, "wpe": table, "ln_f": SequenceParallel(use_local_output=True)}
+    parallelize_module(model.transformer, tensor, plan)
+    # The model gives its result the shape of what it was given: of this rank's part, and not of all tokens.
+    model.transformer.register_forward_pre_hook(_with_embeddings, with_kwargs=True)
+    _cut_head(model, tensor, tied=tied)
+
+
+def _with_embeddings(model: Any, arguments: Any, named: dict[str, Any]) -> Any:
+    tokens = named["input_ids"] if "input_ids" in named else arguments[0]
+    return (), {**named, "input_ids": None, "inputs_embeds": model.wte(tokens)}
+
+
+def _cut_head(model: Any, tensor: DeviceMesh, *, tied: bool) -> None:
+    """Cut the head along the vocabulary, where the embedding is cut already.
+
+    Args:
+        tied: whether head and embedding are one parameter.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
     made = CutHead(head, model, tensor)
     weight = head.weight
     made.weight = (
@@ -134,27 +166,32 @@ class CutHead(ChunkedHead):
         return found
 
 
-def _spread_gpt2_block(block: Any, tensor: DeviceMesh) -> None:
+def _spread_gpt2_block(block: Any, tensor: DeviceMesh, sequence: bool) -> None:
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    outside: Any = Shard(1) if sequence else Replicate()
     attention, mlp = block.attn, block.mlp
-    _spread(attention.c_attn, tensor, Replicate(), lambda dim: _StridedShard(dim, split_factor=3), along=-1)
+    _spread(attention.c_attn, tensor, outside, lambda dim: _StridedShard(dim, split_factor=3), along=-1)
     attention.split_size //= tensor.size()
-    _spread(mlp.c_fc, tensor, Replicate(), Shard, along=-1)
+    _spread(mlp.c_fc, tensor, outside, Shard, along=-1)
     for layer in (attention.c_proj, mlp.c_proj):
-        _spread(layer, tensor, Shard(-1), Shard, along=0)
+        _spread(layer, tensor, outside, Shard, along=0)
+    if sequence:
+        norms: dict[str, Any] = {name: SequenceParallel(use_local_output=True) for name in ("ln_1", "ln_2")}
+        parallelize_module(block, tensor, norms)
 
 
-def _spread(layer: nn.Module, tensor: DeviceMesh, inputs: Any, cut: Callable[[int], Any], *, along: int) -> None:
+def _spread(layer: nn.Module, tensor: DeviceMesh, outside: Any, cut: Callable[[int], Any], *, along: int) -> None:
     """Spread a `Conv1D` of transformers, whose weight is (inputs, outputs), as PyTorch's styles do a `Linear`.
 
     Args:
-        inputs: placement of the layer's input.
+        outside: placement of what stands between attention or MLP and others.
         cut: the placement that cuts a dimension.
         along: dimension of the weight that is cut: -1 its outputs (and the bias), 0 its inputs.
     """
-    from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
     def cut_parameters(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -164,11 +201,14 @@ def _spread(layer: nn.Module, tensor: DeviceMesh, inputs: Any, cut: Callable[[in
             module.register_parameter(name, placed)
 
     def take(_: nn.Module, arguments: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return (DTensor.from_local(arguments[0], mesh, [inputs]), *arguments[1:])
+        if along == 0:
+            return (DTensor.from_local(arguments[0], mesh, [Shard(-1)]), *arguments[1:])
+        whole = DTensor.from_local(arguments[0], mesh, [outside]).redistribute(mesh, [Replicate()])
+        return (whole, *arguments[1:])
 
     def give(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
         # Of a layer cut along its inputs ranks have sums that are still to be taken.
-        local: Tensor = (output.redistribute(mesh, [Replicate()]) if along == 0 else output).to_local()
+        local: Tensor = (output.redistribute(mesh, [outside]) if along == 0 else output).to_local()
         return local
 
     distribute_module(layer, tensor, cut_parameters, take, give)  # type: ignore[arg-type]

@@ -111,8 +111,13 @@ def needs_as_much(this: Candidate, other: Candidate, phase: str) -> bool:
         # Gradients of earlier micro-batches are held beside the next one's activations.
         and (this.accumulate > 1) >= (other.accumulate > 1)
         and this.prefetch >= other.prefetch
-        and this.checkpointing in ("off", other.checkpointing)
+        and _keeps_as_much(this.checkpointing, other.checkpointing)
     )
+
+
+def _keeps_as_much(this: Checkpointing, other: Checkpointing) -> bool:
+    """Whether ``this`` keeps on the device what ``other`` does: outputs of products are kept beside whole inputs."""
+    return this in ("off", other) or (this == "selective" and other != "off")
 
 
 def _slices(candidate: Candidate) -> int:

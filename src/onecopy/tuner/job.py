@@ -126,7 +126,9 @@ def job_of(config: Config, states: str = "") -> TrainingJob:
 
 def configured(config: Config, candidate: Candidate, states: str) -> Config:
     """The config with what the candidate decides."""
-    recompute = candidate.checkpointing != "off"
+    recompute: bool | str = candidate.checkpointing != "off"
+    if candidate.checkpointing == "selective":
+        recompute = "selective"
     place = "cpu" if candidate.offload.endswith("cpu") else states
     parameters = candidate.offload.startswith("parameters")
     cuts = candidate.checkpointing.startswith("P_a")

@@ -27,7 +27,7 @@ class Space:
     Attributes:
         stage: 0 to 3.
         micro_batch: samples of one rank at once; None for every divisor of a rank's share, up to 64.
-        checkpointing: "off", "units", "units+cpu"; over tensor ranks "P_a" and "P_a+cpu".
+        checkpointing: "off", "selective", "units", "units+cpu"; over tensor ranks "P_a" and "P_a+cpu".
         offload: "none", "optimizer on cpu", "optimizer on nvme", "parameters on cpu", "parameters on nvme".
         replicate: copies of the model states, the shard degree's other side.
         tensor: ranks that share each block.

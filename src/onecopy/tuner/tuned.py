@@ -186,7 +186,8 @@ def _code(name: str, value: Any) -> str:
     if name == "mesh":
         return "mesh"
     if name == "activations":
-        given = [] if value.partition else ["partition=False"]
+        given = [] if value.checkpoint == "units" else [f'"{value.checkpoint}"']
+        given += [] if value.partition else ["partition=False"]
         given += [] if value.offload is None else ['offload="cpu"']
         return f"onecopy.Activations({', '.join(given)})"
     if name == "offload":

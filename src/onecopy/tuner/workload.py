@@ -169,6 +169,7 @@ def activations_of(candidate: Candidate) -> onecopy.Activations | None:
     if candidate.checkpointing == "off":
         return None
     return onecopy.Activations(
+        "selective" if candidate.checkpointing == "selective" else "units",
         partition=candidate.checkpointing.startswith("P_a"),
         offload="cpu" if candidate.checkpointing.endswith("+cpu") else None,
     )

@@ -149,12 +149,13 @@ def test_recomputed_blocks_are_compiled_by_replacement_and_refused_in_place() ->
         torch._dynamo.reset()
         twin = seeded(Residuals)
         train(twin, OPTIMIZERS["sgd"](twin.parameters()), vector_batches(3))
-        model = seeded(Residuals)
-        _replace_by_compiled(model)
-        onecopy.shard(model, 3, activations=onecopy.Activations())
-        train(model, OPTIMIZERS["sgd"](model.parameters()), [part(b, rank, 2) for b in vector_batches(3)])
-        found = {name.replace("_orig_mod.", ""): value for name, value in gathered_weights(model).items()}
-        assert_same_weights(found, whole_weights(twin))
+        for kind in ("units", "selective"):
+            model = seeded(Residuals)
+            _replace_by_compiled(model)
+            onecopy.shard(model, 3, activations=onecopy.Activations(kind))
+            train(model, OPTIMIZERS["sgd"](model.parameters()), [part(b, rank, 2) for b in vector_batches(3)])
+            found = {name.replace("_orig_mod.", ""): value for name, value in gathered_weights(model).items()}
+            assert_same_weights(found, whole_weights(twin))
         refused = onecopy.shard(seeded(Residuals), 3, activations=onecopy.Activations())
         _compile_in_place(refused)
         with pytest.raises(UsageError) as caught:

@@ -92,17 +92,29 @@ def options(job: Job, machine: Machine, wishes: Wishes) -> Iterator[Option]:
             f"{wishes.checkpointing} cuts checkpoints over tensor-parallel ranks, and there are none: "
             f"{'give another tensor degree' if wishes.tensor else 'no power of two divides heads and GPUs of a node'}"
         )
-    # Along the sequence activations are cut better, for as many bytes; P_a cuts those that it leaves whole.
-    cuts = job.shape.transformer is not None and job.shape.transformer.cuts_sequence
-    cuts = cuts and not (wishes.checkpointing or "").startswith("P_a")
+    if wishes.checkpointing == "selective" and not job.shape.knows_products:
+        raise SettingsError(
+            f"what selective recomputation keeps of {job.shape.name} is not known: plan with another --checkpointing, "
+            f"or give a factory with example_inputs"
+        )
+    sizes = job.shape.transformer
     for tensor in spread:
-        for option in _options_over(tensor, machine, wishes, sequence=cuts and tensor > 1):
+        # Along the sequence activations are cut better, for as many bytes; P_a cuts those that it leaves whole. The
+        # vocabulary is cut with it.
+        sequence = sizes is not None and tensor > 1 and sizes.vocabulary % tensor == 0
+        sequence = sequence and not (wishes.checkpointing or "").startswith("P_a")
+        kinds = _kinds(tensor, wishes, sequence=sequence)
+        if not job.shape.knows_products:
+            kinds = [kind for kind in kinds if kind != "selective"]
+        for option in _options_over(tensor, machine, wishes, kinds, sequence=sequence):
             # Offloaded matrices are multiplied on the host, whose rate is known where all is computed there.
             if job.implementation != "muon" or option.offload == "none" or machine.computes_on_host:
                 yield option
 
 
-def _options_over(tensor: int, machine: Machine, wishes: Wishes, *, sequence: bool) -> Iterator[Option]:
+def _options_over(
+    tensor: int, machine: Machine, wishes: Wishes, kinds: Sequence[Checkpointing], *, sequence: bool
+) -> Iterator[Option]:
     ranks, neighbours = machine.gpus // tensor, machine.per_node // tensor
     pairs = list(_batches(ranks, wishes))
     for stage in [wishes.stage] if wishes.stage is not None else range(4):
@@ -117,8 +129,8 @@ def _options_over(tensor: int, machine: Machine, wishes: Wishes, *, sequence: bo
         if machine.computes_on_host:
             offloads = [o for o in offloads if not o.endswith("cpu")]
         for micro_batch, accumulate in pairs:
-            for checkpointing in _kinds(tensor, wishes, sequence=sequence):
-                for offload in offloads if checkpointing in ("off", "units") else OFFLOADS[:1]:
+            for checkpointing in kinds:
+                for offload in offloads if checkpointing in ("off", "selective", "units") else OFFLOADS[:1]:
                     for shard in shards:
                         yield Option(
                             stage,
@@ -355,7 +367,9 @@ def _remedies(job: Job, machine: Machine, wishes: Wishes, found: Sequence[Estima
         attempt("AdamW fused", fused, machine, wishes)
     if job.loss_bytes is not None and job.shape.transformer is not None and job.shape.transformer.chunks:
         attempt("a loss in chunks (onecopy.chunk_loss)", replace(job, loss_bytes=None), machine, wishes)
-    if wishes.checkpointing == "off":
+    if wishes.checkpointing == "off" and job.shape.knows_products:
+        attempt("recompute what is cheap", job, machine, replace(wishes, checkpointing="selective"))
+    if wishes.checkpointing in ("off", "selective"):
         attempt("checkpoint activations", job, machine, replace(wishes, checkpointing="units"))
     if job.precision == "bf16":
         attempt("bf16-lean, whose gradients are summed in bf16", lean, machine, wishes)

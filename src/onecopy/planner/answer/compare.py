@@ -74,7 +74,10 @@ def compare(job: Job, option: Option, *, config: Path | None, factory: str | Non
     ]
     chosen = None
     if option.checkpointing != "off":
-        chosen = onecopy.Activations(offload="cpu" if option.checkpointing.endswith("+cpu") else None)
+        chosen = onecopy.Activations(
+            "selective" if option.checkpointing == "selective" else "units",
+            offload="cpu" if option.checkpointing.endswith("+cpu") else None,
+        )
     engine = simulate(build, batch, schedule, precision=job.precision, activations=chosen)
     found = tabulate(units, schedule, engine.peaks, engine.bytes_sent)
     loss = ("backward", "head and loss, all alive", *_loss(job, option, build, batch))

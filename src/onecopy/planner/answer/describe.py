@@ -22,7 +22,7 @@ from onecopy.planner.formulas.activations import HIDDEN_COPIES
 from onecopy.planner.model.loss import chunks_loss
 from onecopy.planner.model.schedule import Unit
 from onecopy.planner.model.shape import Shape, Transformer, Work, from_count
-from onecopy.planner.model.tensor import KNOWN, SEQUENCE
+from onecopy.planner.model.tensor import KNOWN
 from onecopy.planner.quantities import count, parse_count
 
 
@@ -71,6 +71,9 @@ def from_transformers(path: Path) -> Shape:
         return model
 
     units = _units_of(counted, batch)
+    if any(values.get(name) for name in _EXPERTS):
+        # Not every expert computes with every token.
+        units = [replace(unit, features=0) for unit in units]
     total = sum(unit.all_parameters for unit in units)
     name = f"{path.resolve().name if path.is_dir() else path.name}, {count(total)} parameters"
     if sizes is not None:
@@ -174,7 +177,6 @@ def transformer_of(config: Mapping[str, Any]) -> Transformer | None:
         first("num_key_value_heads"),
         family in KNOWN,
         chunks=chunks_loss(config),
-        cuts_sequence=family in SEQUENCE,
     )
 
 

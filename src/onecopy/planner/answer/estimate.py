@@ -13,7 +13,14 @@ from onecopy.planner.formulas.activations import LOSS_BYTES, block_parallel_elem
 from onecopy.planner.formulas.buffers import PREFETCH_BYTES, pinned_bytes, with_overheads
 from onecopy.planner.formulas.calibrated import HIDDEN_SHARE, LAUNCH, TENSOR_LAUNCH
 from onecopy.planner.formulas.offload import cpu_step_seconds
-from onecopy.planner.formulas.time import StepSeconds, all_reduce_seconds, gather_seconds, overlap, step_flops
+from onecopy.planner.formulas.time import (
+    StepSeconds,
+    all_reduce_seconds,
+    gather_seconds,
+    overlap,
+    repeated_traffic,
+    step_flops,
+)
 from onecopy.planner.formulas.traffic import step_elements
 from onecopy.planner.machine.machine import Machine
 from onecopy.planner.model.schedule import CATEGORIES, Phase, Schedule, Sizes, Unit, Widths, padded_numels
@@ -104,7 +111,7 @@ class Option:
     @property
     def missing(self) -> tuple[str, ...]:
         """What onecopy does not have yet of what this needs."""
-        needs: list[str] = [] if self.checkpointing in ("off", "units") else [self.checkpointing]
+        needs: list[str] = [] if self.checkpointing in ("off", "selective", "units") else [self.checkpointing]
         needs += ["tensor parallelism"] if self.tensor > 1 else []
         return missing(needs + ([self.offload] if self.offload != "none" else []))
 
@@ -366,7 +373,8 @@ def step_seconds(
     """
     tokens = option.micro_batch * option.accumulate * job.sequence
     sizes = job.shape.transformer
-    recompute = option.checkpointing != "off"
+    # Selective recomputation repeats no products.
+    recompute = option.checkpointing not in ("off", "selective")
     if sizes is not None:
         # What tensor parallelism leaves whole, every rank computes for itself. Frozen weights have no gradient.
         operations = step_flops(
@@ -386,12 +394,15 @@ def step_seconds(
     widths = job.widths
     # Forward, a recomputation, and backward twice move every weight or its gradient, however few tokens there are.
     passes = (4 if recompute else 3) * option.accumulate
-    moved = passes * widths.compute * sum(unit.all_parameters for unit in units)
+    moved = float(passes * widths.compute * sum(unit.all_parameters for unit in units))
+    if option.checkpointing == "selective":
+        moved += repeated_traffic(sum(unit.working for unit in units)) * option.accumulate
     compute += moved / machine.gpu.memory_bandwidth
     tensor = _tensor_seconds(job, machine, option)
     # However few tokens there are, the host launches every block's kernels, in a recomputation once more.
+    launches = (3 if option.checkpointing == "off" else 4) * option.accumulate
     launch = (TENSOR_LAUNCH if option.tensor > 1 else LAUNCH) * sum(map(is_block, units))
-    compute = max(compute, launch * passes / 3 - tensor)
+    compute = max(compute, launch * launches / 3 - tensor)
     padded = [padded_numels(unit, schedule) for unit in units if unit.all_parameters]
     trained, frozen = sum(numel for numel, _ in padded), sum(numel for _, numel in padded)
     gathers_frozen = Stage.of(option.stage).shards_parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -9,7 +10,7 @@ from onecopy.planner.answer.advice import Advice
 from onecopy.planner.answer.errors import errors
 from onecopy.planner.answer.estimate import Estimate, Job, Option
 from onecopy.planner.machine.machine import Machine
-from onecopy.planner.model.tensor import KNOWN, SEQUENCE
+from onecopy.planner.model.tensor import KNOWN
 from onecopy.stage import Stage
 
 
@@ -32,8 +33,10 @@ def shard_call(job: Job, found: Estimate) -> str:
     if option.tensor > 1:
         lines = ["from onecopy.recipes.tensor_parallel import parallelize", "", *lines]
         # Other models are cut by torch's own parallelize_module.
-        known, more = (SEQUENCE, ", sequence=True") if option.sequence else (KNOWN, "")
-        lines.append(f'parallelize(model, mesh["tensor"]{more})  # for {", ".join(known)} of transformers')
+        more = ", sequence=True" if option.sequence else ""
+        lines.append(f'parallelize(model, mesh["tensor"]{more})  # for {", ".join(KNOWN)} of transformers')
+    if option.checkpointing == "selective":
+        lines.append("# a model of transformers: model.config.use_cache = False, so that blocks can be repeated")
     if option.accumulate > 1:
         arguments.append(f"accumulate={option.accumulate}")
     if option.checkpointing != "off":
@@ -63,7 +66,7 @@ def shard_call(job: Job, found: Estimate) -> str:
 
 def _activations(option: Option) -> str:
     """Arguments of `onecopy.Activations`, as far as they are not its defaults."""
-    arguments = []
+    arguments = ['"selective"'] if option.checkpointing == "selective" else []
     if option.tensor > 1 and not option.checkpointing.startswith("P_a"):
         arguments.append("partition=False")
     if option.checkpointing.endswith("+cpu"):
@@ -114,8 +117,9 @@ def config_toml(job: Job, machine: Machine, found: Estimate, model: str | None) 
     if job.loss_bytes is not None:
         lines += ["", "[loss]", "chunked = false"]
     if option.checkpointing != "off":
-        lines += ["", "[activations]", "recompute = true"]
-    if option.tensor > 1 and option.checkpointing.startswith("units"):
+        how = '"selective"' if option.checkpointing == "selective" else "true"
+        lines += ["", "[activations]", f"recompute = {how}"]
+    if option.tensor > 1 and option.checkpointing in ("selective", "units", "units+cpu"):
         lines.append("partition = false")
     if option.checkpointing.endswith("+cpu"):
         lines.append('keep_on = "cpu"')
@@ -153,14 +157,34 @@ def as_dict(job: Job, machine: Machine, advice: Advice) -> dict[str, Any]:
             {"words": remedy.words, "available": remedy.available, "estimate": estimate_dict(remedy.found)}
             for remedy in advice.remedies
         ],
-        "options": [estimate_dict(found) for found in advice.estimates],
+        "options": [estimate_dict(found, brief=True) for found in advice.estimates],
     }
 
 
-def estimate_dict(found: Estimate | None) -> dict[str, Any] | None:
-    """One option for programs."""
+def as_json(plan: dict[str, Any]) -> str:
+    """A plan, with what was added to it, as JSON: indented, but for the options, which take a line each."""
+    lines = ",\n    ".join(json.dumps(option, ensure_ascii=False) for option in plan["options"])
+    text = json.dumps({**plan, "options": []}, indent=2, ensure_ascii=False)
+    return text.replace('\n  "options": []', f'\n  "options": [\n    {lines}\n  ]', 1)
+
+
+def estimate_dict(found: Estimate | None, *, brief: bool = False) -> dict[str, Any] | None:
+    """One option for programs.
+
+    Args:
+        brief: of ``memory`` only categories that hold something in a step's phases, in whole bytes; of an option that
+            does not fit only the phase of its peak; and six digits of seconds and speed. There are hundreds of options.
+    """
     if found is None:
         return None
+    memory: dict[str, dict[str, float]] = {phase: dict(sizes) for phase, sizes in found.peaks.items()}
+    seconds = {**found.seconds._asdict(), "total": found.seconds.total}
+    speed = found.tokens_per_second
+    if brief:
+        phases = ("forward", "backward", "step") if found.fits else (found.peak_phase,)
+        memory = {phase: {name: round(n) for name, n in memory[phase].items() if n} for phase in phases}
+        seconds = {name: float(f"{number:.6g}") for name, number in seconds.items()}
+        speed = float(f"{speed:.6g}")
     return {
         "option": asdict(found.option),
         "available": found.available,
@@ -169,12 +193,12 @@ def estimate_dict(found: Estimate | None) -> dict[str, Any] | None:
         "peak_bytes": found.peak,
         "peak_phase": found.peak_phase,
         "limit_bytes": found.limit,
-        "memory": found.peaks,
+        "memory": memory,
         "host_bytes": found.host,
         "bytes_sent": found.bytes_sent,
         "activations_sent": found.activations_sent,
-        "seconds": {**found.seconds._asdict(), "total": found.seconds.total} if found.rate else None,
-        "tokens_per_second": found.tokens_per_second if found.rate == "tokens" else None,
-        "samples_per_second": found.tokens_per_second if found.rate == "samples" else None,
+        "seconds": seconds if found.rate else None,
+        "tokens_per_second": speed if found.rate == "tokens" else None,
+        "samples_per_second": speed if found.rate == "samples" else None,
         "limited_by": found.limited_by,
     }

@@ -5,8 +5,7 @@ What it reports is counted by the engine's own meter and ledger. The planner's f
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import onecopy
 from onecopy.observe.meter import Meter
 from onecopy.planner.engine.fake import AnyValues, fake_ranks, fake_tensors
+from onecopy.planner.engine.saved import AliveAfterUnits, Products, SavedByUnit
 from onecopy.planner.formulas.buffers import STAGING_BYTES
 from onecopy.planner.model.schedule import Schedule, Sizes, Unit
 from onecopy.sharding.graph.tensors import replace_tensors
@@ -151,15 +150,16 @@ def describe_units(
             name: max((p.element_size() for p in items if not p.requires_grad), default=4)
             for name, items in found.items()
         }
-        alive = _AliveAfterUnits() if temporaries else None
-        seen = _SavedByUnit(alive)
+        features = {name: _features(model.get_submodule(name)) for name in scopes if name}
+        alive = AliveAfterUnits() if temporaries else None
+        seen = SavedByUnit(alive)
         if batch is not None:
             dtype = Precision.of(precision).compute
             _cast_parameters(model, dtype)
             seen.watch(model, list(numels))
             inputs = replace_tensors(batch(), lambda t: t.to(dtype) if dtype and t.is_floating_point() else t)
             with alive or nullcontext():
-                with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor):
+                with torch.autograd.graph.saved_tensors_hooks(seen.pack, lambda tensor: tensor), Products(seen):
                     # Kept through backward, as in a loop that has a name for it.
                     output = call(model, inputs)
                     loss = loss_of(output)
@@ -174,6 +174,9 @@ def describe_units(
             numels.get(name, ()),
             seen.kept(name),
             inputs=seen.inputs.get(name),
+            products=seen.products(name),
+            repeated=seen.repeated(name),
+            features=features.get(name, 0),
             logits=0 if name else max(seen.tail, alive.most if alive is not None else 0),
             frozen=frozen.get(name, ()),
             frozen_width=widths.get(name, 4),
@@ -181,6 +184,18 @@ def describe_units(
         )
         for name in names
     ]
+
+
+def _features(scope: nn.Module) -> int:
+    """Numbers that the matrix products of a unit make of each token; 0 if not all of its matrices are linear layers."""
+    found, counted = 0, set()
+    for module in scope.modules():
+        # As linear layers call it, and the `Conv1D` of transformers.
+        outputs = getattr(module, "out_features", None) or getattr(module, "nf", None)
+        if isinstance(outputs, int) and isinstance(weight := getattr(module, "weight", None), Tensor):
+            found += outputs
+            counted.add(id(weight))
+    return found if all(p.dim() < 2 or id(p) in counted for p in scope.parameters()) else 0
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -214,121 +229,6 @@ def _cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
                 if parameter not in made:
                     made[parameter] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 module._parameters[name] = made[parameter]
-
-
-class _SavedByUnit:
-    """Bytes of storages that autograd saves, each once and under the unit whose forward saved it first.
-
-    Attributes:
-        order: of the units' forwards.
-        tail: bytes that the root saved after the last inner unit.
-        inputs: for each unit that `onecopy.Activations` would checkpoint, bytes of the arguments that it would keep.
-    """
-
-    def __init__(self, alive: _AliveAfterUnits | None = None) -> None:
-        self._alive = alive
-        self.tail = 0.0
-        self._nbytes: dict[str, float] = {}
-        self.order: list[str] = []
-        self.inputs: dict[str, float] = {}
-        self._whole: set[StorageWeakRef] = set()
-        self._seen: dict[StorageWeakRef, Tensor] = {}
-        self._inside = [""]
-
-    def watch(self, model: nn.Module, units: Sequence[str]) -> None:
-        self._whole = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
-        for name, module in ((name, model.get_submodule(name)) for name in filter(None, units)):
-            if next(module.children(), None) is not None and not any(name.startswith(f"{n}.") for n in self.inputs):
-                self.inputs[name] = 0.0
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: self._enter(name, [*args, *kwargs.values()]), with_kwargs=True
-            )
-            module.register_forward_hook(lambda _, __, output: self._leave(output))
-
-    def kept(self, name: str) -> float:
-        """Bytes of a unit; of the root, those before its last inner unit."""
-        return self._nbytes.get(name, 0.0)
-
-    def _enter(self, name: str, arguments: list[Any]) -> None:
-        if name in self.inputs:
-            kept = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad]
-            self.inputs[name] += sum(tensor.numel() * tensor.element_size() for tensor in kept)
-        self._nbytes[""] = self._nbytes.get("", 0.0) + self.tail
-        self.tail = 0.0
-        self._inside.append(name)
-        if name not in self.order:
-            self.order.append(name)
-
-    def _leave(self, output: Any) -> None:
-        self._inside.pop()
-        if self._alive is not None:
-            self._alive.begin(output)
-
-    def forget(self) -> None:
-        """Let go of what was seen: what autograd alone keeps lives no longer than it keeps it."""
-        self._seen.clear()
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        key = StorageWeakRef(storage)
-        if key not in self._whole and key not in self._seen:
-            # Kept, so that no later storage is taken for this one.
-            self._seen[key] = tensor
-            where = self._inside[-1]
-            if where:
-                self._nbytes[where] = self._nbytes.get(where, 0.0) + storage.nbytes()
-            else:
-                self.tail += storage.nbytes()
-        return tensor
-
-
-class _AliveAfterUnits(TorchDispatchMode):
-    """Bytes of storages made after the last inner unit's forward and before its backward, the most at any moment."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
-        self._now = 0
-        self._known: dict[StorageWeakRef, weakref.finalize[..., Any]] = {}
-        self._counts = False
-
-    def begin(self, output: Any) -> None:
-        """A unit's forward has ended with ``output``: what counts begins here, and ends with the gradient of that."""
-        self.most = self._now = 0
-        self._counts = True
-        for key in list(self._known):
-            self._known.pop(key).detach()
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._end)
-
-    def _end(self, _: Tensor) -> None:
-        self._counts = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self._counts:
-            given = {StorageWeakRef(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-            for leaf in tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._count(leaf.untyped_storage(), given)
-        return result
-
-    def _count(self, storage: torch.UntypedStorage, given: set[StorageWeakRef]) -> None:
-        key = StorageWeakRef(storage)
-        # What an operation was given is no work of its own.
-        if key in self._known or key in given:
-            return
-        nbytes = storage.nbytes()
-        self._known[key] = weakref.finalize(storage, self._gone, key, nbytes)
-        self._now += nbytes
-        self.most = max(self.most, self._now)
-
-    def _gone(self, key: StorageWeakRef, nbytes: int) -> None:
-        if self._known.pop(key, None) is not None:
-            self._now -= nbytes
 
 
 def _whole_storages(model: nn.Module) -> set[StorageWeakRef]:

@@ -125,6 +125,32 @@ def checkpoint_bytes(
     return whole / model_parallel if partitioned else whole
 
 
+def product_bytes(
+    micro_batch: int, sequence: int, hidden: int, features: int, element_bytes: float = 2, *, tensor_parallel: int = 1
+) -> float:
+    """Bytes of what one layer's matrix products and its fused attention return, which selective recomputation keeps.
+
+    Each product returns its ``features`` of each token, and attention returns h. Attention's few bytes of log-sums are
+    left out.
+
+    Args:
+        features: of all the layer's products: 9h of a GPT (3h of the projections, h, 4h and h).
+        tensor_parallel: t, see `products_over`.
+    """
+    state = element_bytes * micro_batch * sequence * hidden
+    return products_over(state * (features / hidden + 1), state, tensor_parallel)
+
+
+def products_over(products: float, state: float, tensor_parallel: int) -> float:
+    """What of ``products`` each of t ranks keeps: a part, but for the two products that are summed over the ranks.
+
+    Args:
+        products: bytes of what the products of a layer return.
+        state: bytes of its hidden state, which each of those two returns whole.
+    """
+    return 2 * state + (products - 2 * state) / tensor_parallel
+
+
 def total_bytes_estimate(micro_batch: int, sequence: int, hidden: int, layers: int, element_bytes: float = 2) -> float:
     """Bytes of all activations of a GPT without checkpoints: 12·h·b·s·L elements (ZeRO §3.2)."""
     return 12.0 * hidden * micro_batch * sequence * layers * element_bytes

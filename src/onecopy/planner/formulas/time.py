@@ -51,6 +51,18 @@ def step_flops(
     return per_token * tokens * (4 / 3 if recompute else 1.0)
 
 
+def repeated_traffic(repeated: float) -> float:
+    """Bytes of memory traffic of what selective recomputation computes again: norms, activation functions, dropout.
+
+    Such operations wait for memory. Each result is written, and two of its size are read for it: most take two inputs
+    (a product or a residual, and a gate, a mask or statistics). That it is two is an assumption.
+
+    Args:
+        repeated: bytes of the results.
+    """
+    return 3 * repeated
+
+
 class StepSeconds(NamedTuple):
     """Seconds of one step.
 

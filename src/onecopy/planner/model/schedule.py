@@ -38,6 +38,10 @@ class Unit:
         checkpoint: bytes of its inputs that a checkpoint around it keeps on the device, likewise.
         working: bytes that its backward recomputes and keeps for a moment; 0 without a checkpoint around it.
         inputs: bytes of its inputs, of which a checkpoint would keep all or a part; None where there is never one.
+        products: bytes of what its matrix products and fused attention return, which selective recomputation keeps
+            beside the inputs; None where it is not known.
+        repeated: of ``activations``, bytes of what is no such product, which selective recomputation computes again.
+        features: numbers that its matrix products make of each token, where bytes follow from sizes; 0 if not known.
         matrices: shapes of the trained matrices of hidden layers, which are Muon's; with equal ``numels`` they are.
         logits: of the root, bytes kept after its last inner unit: the head's and the loss's, gone first in backward.
     """
@@ -48,6 +52,9 @@ class Unit:
     checkpoint: float = 0.0
     working: float = 0.0
     inputs: float | None = None
+    products: float | None = None
+    repeated: float = 0.0
+    features: int = 0
     logits: float = 0.0
     frozen: tuple[int, ...] = ()
     frozen_width: int = 4

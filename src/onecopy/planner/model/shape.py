@@ -18,14 +18,15 @@ from onecopy.planner.formulas.activations import (
     chunked_loss_bytes,
     copies_bytes,
     logits_bytes,
+    product_bytes,
 )
 from onecopy.planner.model.schedule import Unit
 
-Checkpointing = Literal["off", "units", "units+cpu", "P_a", "P_a+cpu"]
+Checkpointing = Literal["off", "selective", "units", "units+cpu", "P_a", "P_a+cpu"]
 
-CHECKPOINTING: Final[tuple[Checkpointing, ...]] = ("off", "units", "units+cpu", "P_a", "P_a+cpu")
-"""Nothing recomputed; one checkpoint a block, whole ("units") or cut over tensor-parallel ranks ("P_a"), on the device
-or moved to the host."""
+CHECKPOINTING: Final[tuple[Checkpointing, ...]] = ("off", "selective", "units", "units+cpu", "P_a", "P_a+cpu")
+"""Nothing recomputed; all but products and attention; one checkpoint a block, whole ("units") or cut over
+tensor-parallel ranks ("P_a"), on the device or moved to the host."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Transformer:
         key_value_heads: where they are fewer than ``heads``.
         spreads: whether its blocks are of a kind that onecopy can cut over tensor-parallel ranks.
         chunks: whether its loss can be made in chunks of tokens (`onecopy.chunk_loss`).
-        cuts_sequence: whether onecopy can cut it along sequence and vocabulary too.
         idle: parameters that a token multiplies nothing with: embeddings that are no head too, experts not chosen.
     """
 
@@ -52,7 +52,6 @@ class Transformer:
     spreads: bool = True
     idle: int = 0
     chunks: bool = True
-    cuts_sequence: bool = True
 
 
 class Work(NamedTuple):
@@ -101,6 +100,15 @@ class Shape:
     def trained(self) -> int:
         """Parameters that are trained."""
         return sum(unit.parameters for unit in self.units)
+
+    @property
+    def knows_products(self) -> bool:
+        """Whether it is known what selective recomputation would keep."""
+        if self.transformer is not None:
+            known = [unit.features > 0 for unit in self.units if is_block(unit)]
+        else:
+            known = [unit.products is not None for unit in self.units if unit.inputs is not None]
+        return bool(known) and all(known)
 
     @property
     def parameters(self) -> int:
@@ -152,7 +160,14 @@ class Shape:
         found = []
         for unit in self.units:
             if is_block(unit):
-                found.append(checkpointed(replace(unit, activations=whole, inputs=inputs), checkpointing, tensor))
+                kept = product_bytes(*one, unit.features, element_bytes, tensor_parallel=tensor)
+                # Backward needs no product that is added to the hidden state, and no query and key before rotation.
+                state = checkpoint_bytes(*one, 1, element_bytes=element_bytes)
+                repeated = max(0.0, whole - kept + 2 * state + 2 * state / tensor)
+                unit = replace(unit, activations=whole, inputs=inputs)
+                if unit.features:
+                    unit = replace(unit, products=kept, repeated=repeated)
+                found.append(checkpointed(unit, checkpointing, tensor))
             else:
                 found.append(replace(unit, activations=0.0, working=0.0, logits=0.0 if unit.name else head))
         return found
@@ -166,25 +181,37 @@ def is_block(unit: Unit) -> bool:
 def checkpointed(unit: Unit, checkpointing: Checkpointing, tensor: int = 1) -> Unit:
     """The unit with a checkpoint around it: it keeps its inputs, and the rest only while its backward runs.
 
+    Selective recomputation keeps the products' outputs too, where they are known.
+
     Args:
         tensor: M, ranks over which P_a cuts what is kept (ZeRO §6.1).
     """
-    if checkpointing == "off" or unit.inputs is None:
+    if checkpointing == "off" or unit.inputs is None or (checkpointing == "selective" and unit.products is None):
         return unit
     kept = 0.0 if checkpointing.endswith("+cpu") else kept_bytes(unit, checkpointing, tensor)
-    return replace(unit, activations=0.0, checkpoint=kept, working=unit.activations)
+    working = unit.repeated if checkpointing == "selective" else unit.activations
+    return replace(unit, activations=0.0, checkpoint=kept, working=working)
 
 
 def kept_bytes(unit: Unit, checkpointing: Checkpointing, tensor: int) -> float:
-    """Bytes of the unit's inputs that one rank keeps, wherever they are."""
+    """Bytes of the unit's inputs that one rank keeps, wherever they are, and of its products where those are kept."""
     if checkpointing == "off" or unit.inputs is None:
         return 0.0
+    if checkpointing == "selective":
+        return unit.inputs + (unit.products or 0.0)
     return unit.inputs / tensor if checkpointing.startswith("P_a") else unit.inputs
 
 
 def _scaled(unit: Unit, scale: float) -> Unit:
-    inputs = None if unit.inputs is None else unit.inputs * scale
-    return replace(unit, activations=unit.activations * scale, inputs=inputs, logits=unit.logits * scale)
+    inputs, products = (None if size is None else size * scale for size in (unit.inputs, unit.products))
+    return replace(
+        unit,
+        activations=unit.activations * scale,
+        inputs=inputs,
+        products=products,
+        repeated=unit.repeated * scale,
+        logits=unit.logits * scale,
+    )
 
 
 def from_sizes(
@@ -213,7 +240,11 @@ def from_sizes(
     )
     root = (vocabulary * hidden, hidden, hidden)
     matrices = ((3 * hidden, hidden), (hidden, hidden), (wide, hidden), (hidden, wide))
-    units = (Unit("", root), *(Unit(f"layers.{i}", block, matrices=matrices) for i in range(layers)))
+    features = sum(out for out, _ in matrices)
+    units = (
+        Unit("", root),
+        *(Unit(f"layers.{i}", block, matrices=matrices, features=features) for i in range(layers)),
+    )
     sizes = Transformer(layers, hidden, heads or max(1, hidden // 128), vocabulary)
     return Shape(name or f"GPT of {layers} layers, hidden {hidden}", units, sizes)
 
@@ -233,7 +264,7 @@ def from_count(parameters: float, name: str | None = None) -> Shape:
     rest = int(parameters - vocabulary * hidden - each * layers)
     # Four matrices of a block's width, as a GPT has.
     matrices = ((each // (4 * hidden), hidden),) * 4
-    blocks = (Unit(f"layers.{i}", (each,), matrices=matrices) for i in range(layers))
+    blocks = (Unit(f"layers.{i}", (each,), matrices=matrices, features=9 * hidden) for i in range(layers))
     units = (Unit("", (vocabulary * hidden + rest,)), *blocks)
     # How many heads is not known: so many that every power of two up to there divides them.
     heads = 1 << max(1, hidden // 128).bit_length() - 1

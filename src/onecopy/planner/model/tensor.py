@@ -18,9 +18,6 @@ from onecopy.planner.model.shape import Shape, is_block
 KNOWN: Final = ("gpt2", "llama", "mistral", "qwen2")
 """`model_type`s of transformers whose blocks onecopy's training job can cut."""
 
-SEQUENCE: Final = ("llama", "mistral", "qwen2")
-"""Those among them that it can cut along the sequence and the vocabulary too."""
-
 
 def check_tensor_parallel(settings: Mapping[str, Any], ranks: int, *, sequence: bool = False) -> str | None:
     """Why a model cannot be spread over ``ranks``, None if it can.
@@ -36,8 +33,6 @@ def check_tensor_parallel(settings: Mapping[str, Any], ranks: int, *, sequence: 
     for name, count in (("attention", heads), ("key and value", settings.get("num_key_value_heads"))):
         if count is not None and count % ranks:
             return f"parallel.tensor ({ranks}) must divide the model's {count} {name} heads"
-    if sequence and kind not in SEQUENCE:
-        return f"parallel.sequence knows models of type {', '.join(SEQUENCE)}; this one is {kind!r}: set it to false"
     if sequence and settings["vocab_size"] % ranks:
         return (
             f"parallel.tensor ({ranks}) must divide the model's {settings['vocab_size']} tokens for parallel.sequence"

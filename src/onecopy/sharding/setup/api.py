@@ -134,8 +134,8 @@ def shard(
         broadcast_buffers: before each training forward and before each step, give all ranks the first rank's buffers
             (running statistics, codebooks), so that they are equal when the model is evaluated or saved. False: each
             rank keeps its own.
-        activations: whether to recompute units in backward, and whether their inputs are cut over the tensor axis or
-            moved off the device. None leaves activations to the model.
+        activations: whether to recompute units in backward, all of them or what is cheap, and whether their inputs are
+            cut over the tensor axis or moved off the device. None leaves activations to the model.
         bucket_bytes: most bytes of one communication buffer; two buffers are in use. Gradients of larger units go
             through it in pieces. None: 4 MiB on the CPU, 2 GiB elsewhere, where a buffer is lent for one reduce.
         defragment: keep gradients and activation checkpoints in memory regions of their own (`arena`), so that tensors
@@ -192,6 +192,8 @@ def shard(
         scopes = kept | leave_small_to_root(scopes)
     if not scopes:
         raise SettingsError(f"{type(model).__name__} has no parameters to shard")
+    if activations is not None:
+        activations.check_units((name, model.get_submodule(name)) for name in scopes)
     if offload is not None:
         check_masters_are_wide(scopes, dtypes, offload)
     device = next(item.parameter.device for found in scopes.values() for item in found)
@@ -284,7 +286,7 @@ def shard(
     if dtypes.compute is not None:
         widen_weights(model)
     if activations is not None and store is not None:
-        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, store, regions)
+        activations.apply([(unit.name, unit.scope) for unit in made], ranks.tensor, store, meter, regions)
     if device.type != "meta":
         equalise(model, ranks)
     for one in optimizers:
