@@ -28,7 +28,7 @@ onecopy.join(timeout=30)
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
-onecopy.shard(model, 3, mirror=how != "bare")
+onecopy.shard(model, 3, mirror=how not in ("bare", "copies"), copies=2 if how == "copies" else 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 run = onecopy.resilient(model, optimizer, checkpoints=folder / "checkpoints", save_every=2)
 
@@ -48,6 +48,8 @@ for number in run.loop(lambda step: range(step, 8)):
         if how == "bug" and rank == 1 and run.steps == 3:
             raise ValueError("a bug in the script")
         if how in ("both", "bare") and rank < (2 if how == "both" else 1) and run.steps == 5 and once(f"lost-{rank}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "one by one" and run.steps in (3, 7) and rank == run.steps // 4 and once(f"lost-{run.steps}"):
             os.kill(os.getpid(), signal.SIGKILL)
         run.step()
 for _ in run.attempts():
@@ -125,3 +127,34 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "there is no file" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--ranks", "2", "--min-ranks", "3"], "--min-ranks 3 is more than --ranks 2"),
+        (["--ranks", "2", "--rejoin", "5"], "--rejoin says something beside a --min-ranks below --ranks alone"),
+    ],
+    ids=["more", "alone"],
+)
+def test_numbers_of_ranks_that_cannot_be_are_refused(tmp_path: Path, options: list[str], words: str) -> None:
+    (tmp_path / "script.py").write_text("")
+    command = [sys.executable, "-m", "onecopy.cli.main", "run", *options, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_fewer_ranks_are_refused_where_each_slice_has_two_holders_by_copies(tmp_path: Path) -> None:
+    code, said, found = _run(tmp_path, "copies", "--min-ranks", "1", "--rejoin", "inf")
+    assert (code, found) == (1, []), said
+    assert "among which each slice cannot have several holders: shard with mirror=True" in said
+
+
+def test_where_the_last_rank_is_lost_all_begin_again(tmp_path: Path) -> None:
+    code, said, found = _run(tmp_path, "one by one", "--min-ranks", "1", "--rejoin", "inf")
+    assert code == 0, said
+    assert "rank 0 ended by SIGKILL (often the host has run out of memory); 1 go on" in said
+    assert "and there is no other one: all ranks begin again, from the newest checkpoint" in said
+    assert "step 6" in said
+    assert len(found) == 2

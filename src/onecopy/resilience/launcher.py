@@ -314,6 +314,9 @@ class Launcher:
                 if told:
                     self._say(f"rank {rank} is back")
                 self._beats[name] = (count, now, False)
+            elif self._store.check([f"done/{name}"]):
+                # What is left of its end takes as long as it takes, and no thread may beat any more.
+                continue
             elif now - since > self._job.heartbeat:
                 self._say(f"rank {rank} has not been heard of for {now - since:.2f} s and is given up")
                 self._kill(name)
