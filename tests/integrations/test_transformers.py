@@ -320,6 +320,22 @@ def test_what_cannot_be_is_said_before_any_work(tmp_path: Path) -> None:
     run_ranks(2, check)
 
 
+def test_adafactor_steps_over_whole_parameters(tmp_path: Path) -> None:
+    """Oracle: DDP."""
+
+    def run(rank: int) -> list[list[dict[str, float]]]:
+        found = []
+        for stage in (None, 1, 3):
+            trainer = make(stage, arguments(TrainingArguments, tmp_path, optim="adafactor"))
+            trainer.train()
+            found.append(history(trainer, "loss", "grad_norm"))
+        return found
+
+    for ddp, *ours in run_ranks(2, run, timeout=120):
+        for log in ours:
+            assert_same(log, ddp, rtol=1e-4)
+
+
 def test_the_models_own_save_pretrained_writes_slices(tmp_path: Path) -> None:
     """Every rank calls it. Oracle: what `from_pretrained` reads of it, held against the model made whole."""
 

@@ -38,8 +38,12 @@ from onecopy.integrations.transformers.weights import (
 )
 from onecopy.sharding.engine.engine import find_engine
 from onecopy.sharding.setup.api import shard as shard_model
+from onecopy.sharding.setup.needs import needs_whole
 from onecopy.sharding.setup.whole import gathered
 from onecopy.sharding.tensor.sliced import SlicedTensor
+
+# Its step takes means over rows, columns and all of a parameter, and nothing over several.
+needs_whole(transformers.Adafactor)
 
 _TRAINERS_OWN = {
     "accumulate": "args.gradient_accumulation_steps says how many micro-batches a step has",
@@ -130,7 +134,8 @@ class ShardedTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type
                     'this Trainer shards its model: give shard={"stage": 3}, 2, 1 or 0, or a model that '
                     "onecopy.shard has sharded"
                 )
-            shard_model(self.model, optimizer=self.optimizer, **self._shard)
+            needs = {"whole": lambda name, parameter: True} if self.args.optim == "adafactor" else {}
+            shard_model(self.model, optimizer=self.optimizer, **{**needs, **self._shard})
         if hasattr(self.model, "generate") and "generate" not in vars(self.model):
             self.model.generate = partial(_generate, self.model)
         if hasattr(self.model, "save_pretrained") and "save_pretrained" not in vars(self.model):
