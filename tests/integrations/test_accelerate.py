@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import onecopy
 from models import Stack, seeded, vector_batches
-from onecopy.errors import SettingsError
+from onecopy.errors import CheckpointError, SettingsError
 from onecopy.integrations.accelerate import Accelerator
 from ranks import run_ranks
 
@@ -203,6 +203,73 @@ def test_several_models_with_their_optimizers(tmp_path: Path) -> None:
     for expected, *ours in run_ranks(2, run):
         for found in ours:
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_states_of_ddp_are_loaded_and_hooks_see_sharded_models(tmp_path: Path) -> None:
+    """Oracle: the run under DDP that goes on from its own state."""
+
+    def run(rank: int) -> tuple[list[float], list[float]]:
+        ddp = make(None)
+        model, optimizer, loader, scheduler = prepared(ddp)
+        train(ddp, model, optimizer, loader, scheduler)
+        ddp.save_state(str(tmp_path / "ddp"))
+        expected = train(ddp, model, optimizer, loader, scheduler)
+        ddp.wait_for_everyone()
+        accelerate.state.AcceleratorState._reset_state()
+        accelerate.state.GradientState._reset_state()
+        accelerator = make(3)
+        seen: list[tuple[int, int]] = []
+        accelerator.register_save_state_pre_hook(
+            lambda models, weights, place: seen.append((len(models), len(weights)))
+        )
+        accelerator.register_load_state_pre_hook(lambda models, place: seen.append((len(models), 0)))
+        ours = prepared(accelerator)
+        accelerator.load_state(str(tmp_path / "ddp"))
+        found = train(accelerator, *ours)
+        accelerator.save_state(str(tmp_path / "sharded"))
+        assert seen == [(1, 0), (1, 1)]
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(CheckpointError, match="directory that save_state wrote"):
+            accelerator.load_state(str(tmp_path / "empty"))
+        return expected, found
+
+    for expected, found in run_ranks(2, run):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_optimizer_is_prepared_before_its_model() -> None:
+    """Oracle: both prepared together."""
+
+    def run(rank: int) -> list[list[float]]:
+        found = []
+        for together in (True, False):
+            accelerator = make(3)
+            model = seeded(Stack)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            if together:
+                model, optimizer = accelerator.prepare(model, optimizer)
+            else:
+                optimizer = accelerator.prepare(optimizer)
+                model = accelerator.prepare(model)
+            scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer.optimizer, 1.0)
+            found.append(train(accelerator, model, optimizer, accelerator.prepare(data()), scheduler))
+            accelerate.state.AcceleratorState._reset_state()
+            accelerate.state.GradientState._reset_state()
+        return found
+
+    for expected, found in run_ranks(2, run):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_shard_does_not_take_is_named() -> None:
+    for shard, message in (
+        ({"stagee": 3}, "did you mean 'stage'"),
+        ({"precision": "bf16"}, "must hold a stage"),
+        (3, "arguments of onecopy.shard"),
+        ({"stage": 3, "optimizer": None}, "prepare"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            Accelerator(cpu=True, shard=shard)
 
 
 YAML = """

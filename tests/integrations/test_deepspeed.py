@@ -291,6 +291,17 @@ def test_sixteen_bit_weights_and_gathered_parameters(tmp_path: Path) -> None:
         )
         assert engine.bfloat16_enabled()
         assert engine.logits.__self__ is engine.module
+        with pytest.raises(AttributeError, match="neither this engine nor its model, a TinyGPT, has 'eigenvalue'"):
+            _ = engine.eigenvalue
+        with pytest.raises(UsageError, match="takes the loss"):
+            engine.backward(1.0)
+        assert (engine.optimizer_name(), engine.zero_optimization(), engine.was_step_applied()) == (
+            "AdamW",
+            True,
+            False,
+        )
+        engine.set_lr(0.5)
+        assert engine.get_lr() == [0.5]
         assert engine.save_16bit_model(tmp_path)
         refused, *_ = deepspeed.initialize(model=seeded(TinyGPT), config=with_stage(3))
         assert not refused.save_16bit_model(tmp_path / "none")

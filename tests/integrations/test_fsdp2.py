@@ -171,6 +171,8 @@ def test_parameters_whole_between_unshard_and_reshard() -> None:
     def check(rank: int) -> None:
         model: Any = build(fsdp2)
         expected = seeded(TinyGPT).state_dict()
+        found = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
         handle = model.unshard(async_op=True)
         handle.wait()
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())

@@ -227,6 +227,72 @@ def test_manual_optimization_strategies_of_ones_own_and_models_on_meta(tmp_path:
             assert found == pytest.approx(expected, rel=1e-5)
 
 
+class Gan(pl.LightningModule):
+    """Two parts, called one by one by a manual training step, and by a hook outside of any step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.parts = torch.nn.ModuleDict({"makes": torch.nn.Linear(4, 12), "tells": torch.nn.Linear(12, 1)})
+        self.seen: list[float] = []
+
+    def training_step(self, batch: list[Tensor], number: int) -> None:
+        softplus = torch.nn.functional.softplus
+        makes, tells = self.optimizers()
+        real = batch[0]
+        self.toggle_optimizer(tells)
+        loss = softplus(-self.parts["tells"](real)).mean()
+        loss = loss + softplus(self.parts["tells"](self.parts["makes"](real[:, :4]).detach())).mean()
+        self.manual_backward(loss)
+        self.clip_gradients(tells, 0.5)
+        tells.step()
+        tells.zero_grad()
+        self.untoggle_optimizer(tells)
+        self.toggle_optimizer(makes)
+        other = softplus(-self.parts["tells"](self.parts["makes"](real[:, :4]))).mean()
+        self.manual_backward(other)
+        makes.step()
+        makes.zero_grad()
+        self.untoggle_optimizer(makes)
+        self.seen += [loss.item(), other.item()]
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.seen.append(self.parts["makes"](torch.ones(1, 4)).sum().item())
+
+    def configure_optimizers(self) -> Any:
+        return tuple(torch.optim.SGD(self.parts[name].parameters(), lr=0.1) for name in ("makes", "tells"))
+
+
+def test_parts_are_called_by_manual_steps_and_hooks(tmp_path: Path) -> None:
+    """Oracle: DDP."""
+    rows = torch.randn(16, 12, generator=torch.Generator().manual_seed(0))
+
+    def run(rank: int) -> list[list[float]]:
+        found = []
+        for strategy in ("ddp_find_unused_parameters_true", "onecopy_stage_1", "onecopy_stage_3"):
+            module = Gan()
+            loader = DataLoader(TensorDataset(rows), batch_size=2)
+            trainer(0, tmp_path, strategy=strategy).fit(module, loader)
+            found.append(module.seen)
+        return found
+
+    for expected, *ours in run_ranks(2, run, timeout=120):
+        assert len(expected) > 4
+        for found in ours:
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_settings_are_onecopys_or_lightnings() -> None:
+    """DDP's own, which decide how it works, are taken; what nobody knows is named with the nearest."""
+    OnecopyStrategy(stage=3, find_unused_parameters=True, copies=1)
+    with pytest.raises(SettingsError, match="no setting 'precison'; did you mean 'precision'"):
+        OnecopyStrategy(stage=3, precison="bf16")
+    with pytest.raises(SettingsError, match="no setting 'ddp_comm_hook'"):
+        OnecopyStrategy(stage=3, ddp_comm_hook=None)
+
+
 def _packages() -> Iterator[str]:
     yield "lightning"
     if find_spec("pytorch_lightning") is not None:

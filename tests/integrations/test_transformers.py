@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 import onecopy
-from onecopy.errors import SettingsError
+from onecopy.errors import SettingsError, UsageError
 from onecopy.integrations.transformers import ShardedTrainer, sharded
 from ranks import run_ranks
 from trainers import VOCAB, Rows, arguments, history, tiny_llama
@@ -300,10 +300,58 @@ def test_what_cannot_be_is_said_before_any_work(tmp_path: Path) -> None:
             (None, 'give shard={"stage": 3}'),
             ({"stage": 3, "accumulate": 2}, "must not set 'accumulate'"),
             ({"stage": 7}, "found 7"),
+            ({"stage": 3, "unit": []}, "did you mean 'units'"),
+            (3, "must hold arguments of onecopy.shard"),
         ):
             with pytest.raises(SettingsError, match=message):
                 Sharded(model=tiny_llama(), args=args, train_dataset=Rows(), shard=shard)
         with pytest.raises(SettingsError, match="must ask for fsdp too"):
             Sharded(model=tiny_llama(), args=arguments(TrainingArguments, tmp_path, fsdp=True), shard={"stage": 3})
+        full = arguments(TrainingArguments, tmp_path, bf16_full_eval=True)
+        with pytest.raises(SettingsError, match="would change the dtype"):
+            Sharded(model=tiny_llama(), args=full, shard={"stage": 3})
+        with pytest.raises(SettingsError, match="already, at stage 2"):
+            Sharded(model=onecopy.shard(tiny_llama(), 2), args=args, shard={"stage": 3})
+        with pytest.raises(SettingsError, match="must stand before"):
+            type("Reversed", (Trainer, ShardedTrainer), {})
+        with pytest.raises(SettingsError, match="takes a class of Trainers"):
+            sharded(tiny_llama, stage=3)
 
     run_ranks(2, check)
+
+
+def test_adafactor_steps_over_whole_parameters(tmp_path: Path) -> None:
+    """Oracle: DDP."""
+
+    def run(rank: int) -> list[list[dict[str, float]]]:
+        found = []
+        for stage in (None, 1, 3):
+            trainer = make(stage, arguments(TrainingArguments, tmp_path, optim="adafactor"))
+            trainer.train()
+            found.append(history(trainer, "loss", "grad_norm"))
+        return found
+
+    for ddp, *ours in run_ranks(2, run, timeout=120):
+        for log in ours:
+            assert_same(log, ddp, rtol=1e-4)
+
+
+def test_the_models_own_save_pretrained_writes_slices(tmp_path: Path) -> None:
+    """Every rank calls it. Oracle: what `from_pretrained` reads of it, held against the model made whole."""
+
+    def run(rank: int) -> None:
+        trainer = make(3, arguments(TrainingArguments, tmp_path))
+        trainer.train()
+        trainer.model.save_pretrained(tmp_path / "saved")
+        found = type(trainer.model).from_pretrained(tmp_path / "saved")
+        assert_close(dict(found.named_parameters()), whole(trainer.model))
+        with onecopy.gathered(trainer.model):
+            if rank == 0:
+                trainer.model.save_pretrained(tmp_path / "gathered")
+        with pytest.raises(UsageError, match="upload_folder"):
+            trainer.model.save_pretrained(tmp_path / "hub", push_to_hub=True)
+
+    run_ranks(2, run)
+    saved, gathered = (load_file(tmp_path / place / "model.safetensors") for place in ("saved", "gathered"))
+    assert saved.keys() == gathered.keys()
+    assert all(torch.equal(saved[name], gathered[name]) for name in saved)

@@ -97,17 +97,17 @@ def _stage(found: Translation, value: Any) -> str | None:
     return None
 
 
-def _number(attribute: str, found: Translation, value: Any) -> str | None:
+def _number(attribute: str, key: str, found: Translation, value: Any) -> str | None:
     if value == AUTO:
         return _SCRIPT
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise SettingsError(f"{attribute} of DeepSpeed's settings must be a number or 'auto'; found {value!r}")
+        raise SettingsError(f"{key} must be a number or 'auto'; found {value!r}")
     setattr(found, attribute, value)
     return None
 
 
 def _clip(found: Translation, value: Any) -> str | None:
-    why = _number("clip_norm", found, value)
+    why = _number("clip_norm", "gradient_clipping", found, value)
     return why or "clipping is the loop's: torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)"
 
 
@@ -130,9 +130,11 @@ def _offload(what: str, found: Translation, value: Any) -> str | None:
     if device in ("none", None):
         return None
     if device not in ("cpu", "nvme"):
-        raise SettingsError(f"the device to which {what} are offloaded must be none, cpu or nvme; found {device!r}")
+        raise SettingsError(f"the device for the offload of {what} must be none, cpu or nvme; found {device!r}")
     if device == "nvme" and not settings.get("nvme_path"):
-        raise SettingsError(f"{what} are offloaded to nvme, but nvme_path is missing: give the directory on that disk")
+        raise SettingsError(
+            f"offload of {what} goes to nvme, but nvme_path is missing: give the directory on that disk"
+        )
     found.rests[what] = "cpu" if device == "cpu" else str(settings["nvme_path"])
     return None
 
@@ -209,9 +211,9 @@ _ZERO: Final[dict[str, Rule]] = {
 
 _RULES: Final[dict[str, Rule]] = {
     **{f"zero_optimization.{name}": rule for name, rule in _ZERO.items()},
-    "train_batch_size": partial(_number, "global_batch"),
-    "train_micro_batch_size_per_gpu": partial(_number, "micro_batch"),
-    "gradient_accumulation_steps": partial(_number, "accumulate"),
+    "train_batch_size": partial(_number, "global_batch", "train_batch_size"),
+    "train_micro_batch_size_per_gpu": partial(_number, "micro_batch", "train_micro_batch_size_per_gpu"),
+    "gradient_accumulation_steps": partial(_number, "accumulate", "gradient_accumulation_steps"),
     "gradient_clipping": _clip,
     "bf16.enabled": partial(_precision, "bf16"),
     "bfloat16.enabled": partial(_precision, "bf16"),

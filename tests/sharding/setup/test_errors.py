@@ -708,3 +708,36 @@ def test_small_blocks_cast_their_inputs_under_half_precision(monkeypatch: pytest
 
     for auto, named in run_ranks(2, run):
         assert auto == named
+
+
+@one_fork
+def test_a_model_in_ddp_is_refused() -> Forked:
+    """It would keep whole parameters and buckets of its own beside the slices."""
+
+    def run(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+        with pytest.raises(UsageError, match=r"module '1' is a DistributedDataParallel.*`\.module`"):
+            onecopy.shard(model, stage=3)
+        assert not any(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
+
+    yield On(2, run)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@one_fork
+def test_a_slice_that_is_written_to_inside_gathered_is_named(stage: int) -> Forked:
+    """On one rank alone too, which would wait for the others there."""
+
+    def run(rank: int) -> None:
+        model = onecopy.shard(seeded(Stack), stage)
+        aside = model.head.weight
+        with torch.no_grad(), onecopy.gathered(aside, write=True) as whole:
+            if rank == 0:
+                with pytest.raises(UsageError, match=r"inside onecopy.gathered.*model.layer.weight"):
+                    aside.data.mul_(0.5)
+            whole.fill_(2.0)
+        aside.data.mul_(0.5)
+        with onecopy.gathered(aside) as whole:
+            assert torch.equal(whole, torch.ones_like(whole))
+
+    yield On(2, run)

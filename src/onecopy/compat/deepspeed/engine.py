@@ -61,12 +61,19 @@ class Engine(nn.Module):
         self._settings = config
         self._scaler = Scaler(config.scale) if config.scale is not None else None
         self._norm: float | None = None
+        self._applied = False
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(
+            f"neither this engine nor its model, a {type(module).__name__}, has {name!r}: the engine has those of "
+            "DeepSpeed's attributes that docs/reference/integrations.md lists"
+        )
 
     # --- training
 
@@ -75,12 +82,15 @@ class Engine(nn.Module):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of a micro-batch's loss, divided by a step's micro-batches unless ``scale_wrt_gas`` is False."""
+        if not isinstance(loss, Tensor):
+            raise UsageError(f"engine.backward takes the loss, a tensor that requires a gradient; found {loss!r}")
         scaled = loss / self._settings.accumulate if scale_wrt_gas else loss
         (scaled * self._scaler.scale if self._scaler else scaled).backward(retain_graph=retain_graph)
         return scaled
 
     def step(self) -> None:
         """After each backward. At a step's last micro-batch gradients are clipped and the optimizer steps."""
+        self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._step()
             self.global_steps += 1
@@ -112,6 +122,7 @@ class Engine(nn.Module):
             if factor != 1:
                 torch._foreach_mul_(gradients, factor)
             self.optimizer.step()
+            self._applied = True
         self.optimizer.zero_grad()
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
@@ -159,6 +170,32 @@ class Engine(nn.Module):
     def get_global_grad_norm(self) -> float | None:
         """The norm of all gradients in the last step, before clipping; None before the first."""
         return self._norm
+
+    def set_lr(self, rate: float) -> None:
+        """The learning rate of all groups, until a schedule sets another."""
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            group["lr"] = rate
+
+    def get_mom(self) -> list[Any]:
+        """Betas, or the momentum, of each group."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of `step` changed parameters: at a boundary, and without overflow."""
+        return self._applied
+
+    def zero_optimization(self) -> bool:
+        return self._settings.stage > 0
+
+    def dynamic_loss_scale(self) -> bool:
+        return self._settings.scale is not None and not self._settings.scale.static
+
+    def optimizer_name(self) -> str | None:
+        return self._settings.optimizer["type"] if self._settings.optimizer is not None else None
+
+    def scheduler_name(self) -> str | None:
+        return self._settings.scheduler["type"] if self._settings.scheduler is not None else None
 
     def loss_scale(self) -> float:
         return self._scaler.scale if self._scaler else 1.0

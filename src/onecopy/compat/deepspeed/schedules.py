@@ -48,8 +48,8 @@ def make_optimizer(section: Mapping[str, Any], parameters: Iterable[Any]) -> Opt
         near = get_close_matches(kind.lower(), ["adam", "adamw", *known], n=1)
         raise SettingsError(
             f"optimizer.type {kind!r} is none that onecopy makes"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + " Others go to initialize(optimizer=), if they work element by element."
+            + (f"; did you mean {near[0]!r}" if near else "")
+            + ". Others go to initialize(optimizer=), if they work element by element."
         )
     return _make(made, parameters, params)
 
@@ -121,7 +121,7 @@ def make_schedule(section: Mapping[str, Any], optimizer: Optimizer) -> Any:
         raise SettingsError(
             f"scheduler.type {kind!r} is none that onecopy makes"
             + (f"; did you mean {near[0]!r}?" if near else f" ({', '.join(makers)}, and torch's by their names)")
-            + " Others go to initialize(lr_scheduler=)."
+            + ". Others go to initialize(lr_scheduler=)."
         )
     known = [name for name in inspect.signature(maker).parameters if name not in ("optimizer", "self")]
     for name in params:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -19,10 +19,14 @@ from onecopy.checkpoint.save_pretrained import save_pretrained
 from onecopy.checkpoint.whole import whole_model
 from onecopy.errors import SettingsError
 from onecopy.integrations.accelerate.prepared import is_sharded, plain_optimizer, prepare_model
+from onecopy.integrations.accelerate.whole_states import load_whole
+from onecopy.integrations.shard_arguments import shard_arguments
 from onecopy.sharding.setup.api import shard as shard_model
 
 _STATE: Final = "onecopy"
 """The directory inside a checkpoint of Accelerate's that holds sharded models and their optimizers."""
+
+_PREPARES_OWN: Final = {"optimizer": "prepare() takes the model's optimizer"}
 
 
 class Accelerator(accelerate.Accelerator):
@@ -38,14 +42,19 @@ class Accelerator(accelerate.Accelerator):
             leaves models as they come, sharded by `onecopy.shard` or not.
 
     Raises:
-        SettingsError: if FSDP, DeepSpeed or Megatron is asked for too.
+        SettingsError: for an argument that `onecopy.shard` does not take, and if FSDP, DeepSpeed or Megatron is asked
+            for too.
     """
 
     _models: list[Any]
     _optimizers: list[Any]
+    _shown: list[Any]
+    """What hooks of a save or load are given: all models. They take out of it what is not to be loaded."""
 
     def __init__(self, *args: Any, shard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._shard = dict(shard) if shard is not None else None
+        self._shard = shard_arguments(shard, _PREPARES_OWN) if shard is not None else None
+        if self._shard is not None and "stage" not in self._shard:
+            raise SettingsError('shard= must hold a stage: shard={"stage": 3}, 2, 1 or 0')
         steps = self._shard.pop("accumulate", 1) if self._shard is not None else 1
         # accumulate() says which micro-batch is the last, so it has to know how many there are.
         if steps > 1 and kwargs.setdefault("gradient_accumulation_steps", steps) != steps:
@@ -62,11 +71,12 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         if self._shard is not None:
-            optimizers = [plain_optimizer(one) for one in args if isinstance(one, Optimizer)]
+            here = [plain_optimizer(one) for one in (*args, *self._optimizers) if isinstance(one, Optimizer)]
+            optimizers = list({id(one): one for one in here}.values())
             for model in args:
                 trains = isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters())
                 if trains and not is_sharded(model):
-                    if self.device_placement:
+                    if self.device_placement and not any(p.is_meta for p in model.parameters()):
                         model.to(self.device)
                     shard_model(model, optimizer=_only(_holding(optimizers, model)), **self._shard)
         return super().prepare(*args, device_placement=device_placement)
@@ -79,8 +89,11 @@ class Accelerator(accelerate.Accelerator):
     # --- checkpoints
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        with self._without_sharded() as sharded, _told(self.register_save_state_pre_hook) as places:
-            saved = super().save_state(output_dir, safe_serialization, **kwargs)
+        places: list[str] = []
+        with self._without_sharded() as sharded:
+            told = super().register_save_state_pre_hook(lambda models, weights, place: places.append(place))
+            with _removed(told):
+                saved = super().save_state(output_dir, safe_serialization, **kwargs)
         for number, (model, optimizer) in enumerate(sharded):
             place = Path(places[-1]) / _STATE / f"model_{number}"
             save(place, model, optimizer, keep=1)
@@ -90,10 +103,40 @@ class Accelerator(accelerate.Accelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        with self._without_sharded() as sharded, _told(self.register_load_state_pre_hook) as places:
+        places: list[Path] = []
+        everything, optimizers = self._models, self._optimizers
+
+        def told(models: list[Any], place: str) -> None:
+            # The last hook: Accelerate loads into these lists once it has returned.
+            places.append(Path(place))
+            if (places[-1] / _STATE).is_dir():
+                models[:] = [model for model in self._shown if not is_sharded(model)]
+            else:
+                # Saved under DDP. Optimizers cut what they are given at their next step.
+                for number, model in enumerate(everything):
+                    if model in self._shown:
+                        load_whole(self.unwrap_model(model), places[-1], number)
+                models.clear()
+                self._optimizers[:] = optimizers
+
+        with self._without_sharded() as sharded, _removed(super().register_load_state_pre_hook(told)):
             super().load_state(input_dir, load_kwargs, **kwargs)
-        for number, (model, optimizer) in enumerate(sharded):
-            load(Path(places[-1]) / _STATE / f"model_{number}", model, optimizer)
+        if (places[-1] / _STATE).is_dir():
+            for number, (model, optimizer) in enumerate(sharded):
+                load(places[-1] / _STATE / f"model_{number}", model, optimizer)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        def shown_all(models: list[Any], weights: list[Any], place: str) -> None:
+            """Sharded models with the others; their weights are no dict for Accelerate to write, and stay empty."""
+            own = {id(model): weight for model, weight in zip(models, weights, strict=True)}
+            shown = [own.get(id(model), {}) for model in self._shown]
+            hook(list(self._shown), shown, place)
+            weights[:] = [weight for weight in weights if any(weight is one for one in shown)]
+
+        return super().register_save_state_pre_hook(shown_all)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        return super().register_load_state_pre_hook(lambda models, place: hook(self._shown, place))
 
     @contextmanager
     def _without_sharded(self) -> Iterator[list[tuple[nn.Module, Optimizer | None]]]:
@@ -102,6 +145,7 @@ class Accelerator(accelerate.Accelerator):
         sharded = [model for model in models if is_sharded(model)]
         plain = [plain_optimizer(one) for one in optimizers]
         taken = {id(one) for model in sharded for one in _holding(plain, model)}
+        self._shown = list(models)
         self._models = [model for model in models if not is_sharded(model)]
         self._optimizers = [one for one in optimizers if id(plain_optimizer(one)) not in taken]
         try:
@@ -124,12 +168,10 @@ class Accelerator(accelerate.Accelerator):
 
 
 @contextmanager
-def _told(register: Any) -> Iterator[list[str]]:
-    """The directories in which Accelerate saves, or from which it loads, inside the block."""
-    places: list[str] = []
-    handle = register(lambda *told: places.append(told[-1]))
+def _removed(handle: Any) -> Iterator[None]:
+    """The hook is there inside the block alone."""
     try:
-        yield places
+        yield
     finally:
         handle.remove()
 

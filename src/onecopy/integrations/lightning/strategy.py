@@ -73,6 +73,9 @@ class ShardedStrategy(DDPStrategy if TYPE_CHECKING else object):  # type: ignore
             shard(self.model, **self._shard)
             if on_meta:
                 materialize(self.model, self.root_device)
+            if (engine := find_engine(self.model)) is not None:
+                # Manual training steps and hooks call parts of the module outside of its forward.
+                engine.open_parts()
         if trainer.state.fn == _FIT:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

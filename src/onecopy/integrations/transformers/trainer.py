@@ -24,19 +24,26 @@ from onecopy.checkpoint.claim import release
 from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import load
 from onecopy.checkpoint.save import save
-from onecopy.errors import SettingsError
+from onecopy.errors import SettingsError, UsageError
 from onecopy.integrations.accelerate.prepared import is_sharded, plain_optimizer, prepare_model
+from onecopy.integrations.shard_arguments import shard_arguments
 from onecopy.integrations.transformers.weights import (
     STATE,
     adapters_of,
     placeholders,
     read_weights,
     whole_for_saving,
-    write_slices,
+    write_slices_together,
     writes_slices,
 )
+from onecopy.sharding.engine.engine import find_engine
 from onecopy.sharding.setup.api import shard as shard_model
+from onecopy.sharding.setup.needs import needs_whole
 from onecopy.sharding.setup.whole import gathered
+from onecopy.sharding.tensor.sliced import SlicedTensor
+
+# Its step takes means over rows, columns and all of a parameter, and nothing over several.
+needs_whole(transformers.Adafactor)
 
 _TRAINERS_OWN = {
     "accumulate": "args.gradient_accumulation_steps says how many micro-batches a step has",
@@ -49,38 +56,67 @@ def sharded(trainer: type, **shard: Any) -> type:
 
     Args:
         shard: keyword arguments for `onecopy.shard`, of which each object may give others in its own ``shard=``.
+
+    Raises:
+        SettingsError: if ``trainer`` is no class of Trainers, or for an argument that `onecopy.shard` does not take.
     """
-    return type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_shard_defaults": shard})
+    if not (isinstance(trainer, type) and issubclass(trainer, transformers.Trainer)):
+        raise SettingsError(f"sharded() takes a class of Trainers, such as transformers.Trainer; found {trainer!r}")
+    defaults = shard_arguments(shard, _TRAINERS_OWN)
+    return type(f"Sharded{trainer.__name__}", (ShardedTrainer, trainer), {"_shard_defaults": defaults})
 
 
 class ShardedTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     """Mixin, before a Trainer class: its model is sharded once it is complete.
 
-    A reference model (DPO, GRPO) is sharded too where parameters are. `generate` runs with whole parameters, gathered
-    once for each call. Checkpoints hold weights as `from_pretrained` loads them, written by all ranks, and in the
-    directory "onecopy" what training goes on with, at any stage and number of ranks. A checkpoint of a Trainer under
-    DDP is taken too, moments included.
+    A reference model (DPO, GRPO) is sharded too where parameters are. Every rank calls the model's `generate`, which
+    runs with whole parameters, gathered once for each call, and its `save_pretrained`. Checkpoints hold weights as
+    `from_pretrained` loads them, written by all ranks, and in the directory "onecopy" what training goes on with, at
+    any stage and number of ranks. A checkpoint of a Trainer under DDP is taken too, moments included.
 
     Args:
         shard: keyword arguments for `onecopy.shard`, {"stage": 3} for instance; None if the model is sharded already.
 
     Raises:
-        SettingsError: for an argument that is Trainer's own to decide, or if FSDP or DeepSpeed is asked for too.
+        SettingsError: for an argument that is unknown or Trainer's own to decide, or if FSDP or DeepSpeed is asked for
+            too.
     """
 
     _shard_defaults: Mapping[str, Any] = {}
 
     def __init__(self, *args: Any, shard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._shard = {**self._shard_defaults, **(shard or {})}
-        for name, why in _TRAINERS_OWN.items():
-            if name in self._shard:
-                raise SettingsError(f"shard= must not set {name!r}: {why}")
+        self._shard = {**self._shard_defaults, **shard_arguments({} if shard is None else shard, _TRAINERS_OWN)}
         super().__init__(*args, **kwargs)
+        self._refuse_another_stage()
         if self.model_init is None:
             self._ensure_sharded()
         self._shard_reference()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        kinds = cls.__mro__
+        if transformers.Trainer in kinds and kinds.index(transformers.Trainer) < kinds.index(ShardedTrainer):
+            raise SettingsError(
+                f"ShardedTrainer must stand before the class that trains: "
+                f"class {cls.__name__}(ShardedTrainer, {cls.__bases__[0].__name__})"
+            )
+
+    def _refuse_another_stage(self) -> None:
+        engine = find_engine(self.model) if isinstance(self.model, nn.Module) else None
+        asked = self._shard.get("stage")
+        if engine is not None and asked is not None and asked != engine.stage.number:
+            raise SettingsError(
+                f"shard= asks for stage {asked}, but the model is sharded already, at stage {engine.stage.number}: "
+                "leave shard= out, or give a model that is not sharded"
+            )
+
     def create_accelerator_and_postprocess(self) -> None:
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self.args, name):
+                raise SettingsError(
+                    f"args.{name} would change the dtype of sharded parameters: leave it out. args.bf16=True or "
+                    'shard={"precision": "bf16", ...} evaluates in bf16 too'
+                )
         _refuse_others(fsdp=self.args.fsdp, deepspeed=self.args.deepspeed)
         super().create_accelerator_and_postprocess()
         _refuse_others(fsdp=self.is_fsdp_enabled, deepspeed=self.is_deepspeed_enabled)
@@ -98,9 +134,12 @@ class ShardedTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type
                     'this Trainer shards its model: give shard={"stage": 3}, 2, 1 or 0, or a model that '
                     "onecopy.shard has sharded"
                 )
-            shard_model(self.model, optimizer=self.optimizer, **self._shard)
+            needs = {"whole": lambda name, parameter: True} if self.args.optim == "adafactor" else {}
+            shard_model(self.model, optimizer=self.optimizer, **{**needs, **self._shard})
         if hasattr(self.model, "generate") and "generate" not in vars(self.model):
             self.model.generate = partial(_generate, self.model)
+        if hasattr(self.model, "save_pretrained") and "save_pretrained" not in vars(self.model):
+            self.model.save_pretrained = partial(_save_pretrained, self.model)
 
     def _shard_reference(self) -> None:
         reference = getattr(self, "ref_model", None)
@@ -118,8 +157,7 @@ class ShardedTrainer(transformers.Trainer if TYPE_CHECKING else object):  # type
         if writes_slices(self.model):
             # Writes config, tokenizer and arguments, and a weights file of placeholders, which the next call replaces.
             self._save(target, state_dict=placeholders(self.model))
-            Group.current().together("saving a model", lambda: None)
-            write_slices(self.model, Path(target))
+            write_slices_together(self.model, Path(target))
         else:
             with whole_for_saving(self.model):
                 self._save(target)
@@ -179,3 +217,23 @@ def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Whole parameters for the length of a call, so that ranks may make different numbers of tokens."""
     with gathered(model), torch.no_grad():
         return type(model).generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+def _save_pretrained(model: nn.Module, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+    """The model's own, on every rank: each writes its slices."""
+    if kwargs.get("push_to_hub") or kwargs.get("variant"):
+        raise UsageError(
+            "save_pretrained of a sharded model takes neither push_to_hub= nor variant=: save to a directory, and "
+            "upload it with huggingface_hub.upload_folder"
+        )
+    own: Any = partial(type(model).save_pretrained, model, save_directory)  # type: ignore[attr-defined]
+    if "state_dict" in kwargs or not any(isinstance(parameter, SlicedTensor) for parameter in model.parameters()):
+        # Trainer's call, or one inside onecopy.gathered.
+        own(*args, **kwargs)
+    elif writes_slices(model):
+        kwargs.setdefault("is_main_process", Group.current().rank == 0)
+        own(*args, state_dict=placeholders(model), **kwargs)
+        write_slices_together(model, Path(save_directory))
+    else:
+        with whole_for_saving(model):
+            own(*args, **{"is_main_process": Group.current().rank == 0, **kwargs})

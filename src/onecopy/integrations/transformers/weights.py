@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from onecopy.checkpoint.group import Group
 from onecopy.checkpoint.load import load
 from onecopy.checkpoint.names import name_tensors
 from onecopy.checkpoint.pretrained import load_pretrained
@@ -40,8 +41,12 @@ def placeholders(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros(1) for name in model.state_dict()} if adapters_of(model) else {}
 
 
-def write_slices(model: nn.Module, directory: Path) -> None:
-    """Write the model's weights, or those of its adapters alone, into ``directory``. Every rank calls it."""
+def write_slices_together(model: nn.Module, directory: Path) -> None:
+    """Write the model's weights, or those of its adapters alone, into ``directory``. Every rank calls it.
+
+    It begins once all ranks have written what else they write there, a weights file of placeholders among it.
+    """
+    Group.current().together("saving a model", lambda: None)
     adapters = adapters_of(model)
     if not adapters:
         save_pretrained(model, directory)

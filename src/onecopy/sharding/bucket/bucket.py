@@ -153,6 +153,7 @@ class Bucket:
         segments: what this rank's slice holds, parameter by parameter.
         masters: this rank's slice.
         changes: how often the parameters were written to since they were sharded.
+        is_opened: whether modules show them whole, inside `onecopy.gathered`.
         before_write: called when they are about to be, on every rank; None while nobody else reads them.
         shelf: where ``master`` lies for other ranks to fetch (`versions.py`); None where all gather together.
         state: where the whole parameters are.
@@ -181,6 +182,7 @@ class Bucket:
         self._arena = arena
         self.tag = 16 * index
         self.changes = 0
+        self.is_opened = False
         self.before_write: Callable[[], None] | None = None
         self.shelf: Shelf | None = None
         self._version = 0
@@ -423,6 +425,12 @@ class Bucket:
 
     def _write_begins(self) -> None:
         """The slices are about to change. A gathered copy is stale then, and so is any graph that was built with it."""
+        if self.is_opened:
+            raise UsageError(
+                f"a parameter of unit {self.unit!r} is written to as a slice inside onecopy.gathered, where modules "
+                "hold it whole: write to the module's attribute (model.layer.weight), or to the tensor that "
+                "gathered gives."
+            )
         self.changes += 1
         self.finish_gather()
         if self.before_write is not None:

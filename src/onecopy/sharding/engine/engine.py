@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Final, NoReturn
@@ -31,7 +31,7 @@ from onecopy.sharding.bucket.layout import Layout
 from onecopy.sharding.bucket.masters import Stores
 from onecopy.sharding.bucket.saved import SavedWeights
 from onecopy.sharding.engine.buffers import Buffers
-from onecopy.sharding.engine.entrances import open_entrances
+from onecopy.sharding.engine.entrances import open_entrances, parts_of, wrapped_by
 from onecopy.sharding.engine.micro_batches import MicroBatches
 from onecopy.sharding.engine.order import PREFETCH_BYTES, Foresight
 from onecopy.sharding.engine.reducer import Reducer
@@ -133,7 +133,7 @@ class Engine:
         self.rebuild_gradients()
         for unit in self.units:
             self._attach(unit)
-        open_entrances(self._root, self._before_forward, self._after_forward, self._forget_interrupted)
+        self._open_entrances(wrapped_by(model))
 
     def _make_versions(self) -> Versions:
         versions = Versions(self.mesh.shard, self.buckets, 2 if self.stage.shards_parameters else 1)
@@ -198,6 +198,13 @@ class Engine:
         unit.scope.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         unit.scope.register_forward_hook(after, always_call=True)
 
+    def open_parts(self) -> None:
+        """From now on a call of one of the model's parts, outside of the model's forward, is a forward of the model."""
+        self._open_entrances(parts_of(self.model))
+
+    def _open_entrances(self, modules: Iterable[nn.Module]) -> None:
+        open_entrances(modules, self._root, self._before_forward, self._after_forward, self._forget_interrupted)
+
     def _gather_saved(self, bucket: Bucket) -> None:
         """Backward comes to a weight by a way that no hook has announced."""
         bucket.start_gather(backward=True)
@@ -235,7 +242,8 @@ class Engine:
         torch.set_autocast_cache_enabled(False)
         if recomputes:
             # For an activation checkpoint. What it gathers stays whole until the unit's own backward has run.
-            self._enter_backward()
+            if not self._in_backward:
+                self._enter_backward_unannounced()
             if unit.unrecorded:
                 unit.unrecorded -= 1
                 self._unrecorded -= 1
@@ -276,7 +284,7 @@ class Engine:
         self._records = recorded
         if recorded:
             # A reference model's forward between this one and its backward may freeze what trains (PEFT's adapters).
-            self._trains = any(entry.shown.requires_grad for bucket in self.buckets for entry in bucket.entries)
+            self._trains = self._any_trains()
             self.micro_batches.forward_begins()
             self._awaits_backward = True
         self._count_gradients()
@@ -352,7 +360,18 @@ class Engine:
 
     # --- backward
 
-    def _enter_backward(self, *, differentiated: bool = False) -> None:
+    def _enter_backward_unannounced(self) -> None:
+        """A backward that is not of a recorded forward runs the model: a checkpoint around all of it, or GradCache.
+
+        Then forwards and backwards of it follow one another until that backward ends.
+        """
+        self._trains = torch.is_grad_enabled() and self._any_trains()
+        self._enter_backward(holds=True)
+
+    def _any_trains(self) -> bool:
+        return any(entry.shown.requires_grad for bucket in self.buckets for entry in bucket.entries)
+
+    def _enter_backward(self, *, differentiated: bool = False, holds: bool = False) -> None:
         if self._in_backward:
             return
         self._in_backward = True
@@ -361,7 +380,7 @@ class Engine:
         self.ledger.phase = "backward"
         self._backward.begin()
         last = self.micro_batches.is_last
-        self._reducer.begin(sends=self._counts and (self.stage.shards_gradients or last), last=last)
+        self._reducer.begin(sends=self._counts and (self.stage.shards_gradients or last), last=last, holds=holds)
         at_end_of_backward(self._end_of_backward)
 
     @property

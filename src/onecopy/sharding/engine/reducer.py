@@ -47,6 +47,7 @@ class Reducer:
         for gradients in self._all:
             gradients.meanwhile = self._progress
         self._sends = False
+        self._holds = False
         self._last = False
         self._failed = False
         self._next = 0
@@ -58,13 +59,15 @@ class Reducer:
         self._most_underway = 2 * max(self._elements.values(), default=0) if queues else None
         self._uses: dict[Gradients, list[bool]] = {}
 
-    def begin(self, *, sends: bool, last: bool) -> None:
+    def begin(self, *, sends: bool, last: bool, holds: bool = False) -> None:
         """A backward begins.
 
         Args:
             sends: whether its gradients leave the rank.
             last: whether the optimizer may step after it.
+            holds: whether nothing leaves before its end, since forwards are still to come that nobody knows of.
         """
+        self._holds = holds
         self._sends = sends
         self._last = last
         self._failed = False
@@ -84,6 +87,8 @@ class Reducer:
             return
         unit.finished = True
         self._finished.append(unit)
+        if self._holds:
+            return
         if not self._sends:
             for gradients in unit.gradients:
                 gradients.keep()

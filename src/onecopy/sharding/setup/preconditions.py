@@ -7,6 +7,7 @@ from types import UnionType
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from onecopy.comm.mesh import Mesh
@@ -66,6 +67,11 @@ def check_not_hooked(scopes: Mapping[str, Sequence[FoundParameter]]) -> None:
 
 def check_not_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            raise UsageError(
+                f"module {name or '(root)'!r} is a {type(module).__name__}, which would keep whole parameters and "
+                "gradients of its own: give onecopy.shard the model inside it (`.module`), and leave the wrapper out."
+            )
         sharded = any(isinstance(p, SlicedTensor) for p in module._parameters.values()) or hasattr(module, ENGINE)
         if sharded:
             raise UsageError(

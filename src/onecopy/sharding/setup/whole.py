@@ -222,6 +222,7 @@ class _Opened:
 
     def __init__(self, bucket: Bucket, wanted: list[SlicedTensor] | None, *, gather: bool = True) -> None:
         self._bucket = bucket
+        bucket.is_opened = True
         self._buffer: FlatBuffer = bucket.gather_masters() if gather else bucket.buffer(bucket.dtypes.master)
         self.shown: list[tuple[SlicedTensor, nn.Parameter]] = []
         self._views: list[Tensor] = []
@@ -252,6 +253,7 @@ class _Opened:
 
     def close(self) -> None:
         self._bucket.show_sliced()
+        self._bucket.is_opened = False
 
     def resized(self) -> list[str]:
         """Names of parameters whose `.data` became one of another shape or dtype."""

@@ -196,6 +196,16 @@ class SlicedTensor(torch.Tensor):
         memo[id(self)] = copy
         return copy
 
+    def full_tensor(self) -> Tensor:
+        """A copy of the whole tensor, as that method of a DTensor makes it; every rank must call it.
+
+        Raises:
+            UsageError: if it is a gradient that has not been reduced yet.
+        """
+        from onecopy.sharding.tensor.single import gather_slices  # which needs this class
+
+        return gather_slices(self)
+
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Needs the whole tensor, as does everything that asks for its memory.
 
