@@ -18,6 +18,7 @@ from onecopy.checkpoint.optimizer import States, as_list, describe_kinds, take_s
 from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.save_pretrained import config_files
 from onecopy.checkpoint.writing import Contents, Saving, write
+from onecopy.comm.objects import bytes_of
 from onecopy.errors import NotFiniteError, SettingsError, UsageError
 from onecopy.sharding.engine.engine import find_engine
 from onecopy.sharding.model.ignored import is_ignored
@@ -111,7 +112,7 @@ def save(
         if not allow_not_finite:
             _check_finite(found)
         contents.update(found, ranks={str(group.rank): of_rank})
-        job.append(_packed(rest, "extra, or the state of the scheduler or scaler,").numpy().tobytes())
+        job.append(bytes_of(_packed(rest, "extra, or the state of the scheduler or scaler,")))
         if group.rank == 0:
             kept.update({Path(file).name: Path(file).read_bytes() for file in assets})
 

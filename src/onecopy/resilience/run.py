@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """See the file's first lines; made by `resilient`."""
+    """A run that survives the loss of ranks. `resilient` makes it; docs/recovery.md shows the loop around it."""
 
     def __init__(
         self,
