@@ -56,7 +56,7 @@ def save(
         directory: the directory that holds all of this run's checkpoints.
         model: the model whose parameters and persistent buffers are saved.
         optimizer: one, or several that hold different parameters. None: weights alone.
-        scheduler, scaler: anything with `state_dict()`.
+        scheduler, scaler: anything with `state_dict()`, or a list of such, as a scheduler for each optimizer.
         extra: values of your own, such as the position in the data: plain types and tensors. The first rank's are
             saved, and `load` returns them.
         rank_extra: values of this rank's own. `load` returns them to this rank, at the same number of ranks.
@@ -106,7 +106,7 @@ def save(
         rest |= {
             "extra": extra,
             "trainable_only": trainable_only,
-            **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o},
+            **{n: _state_of(o) for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o},
         }
         of_rank = _packed({"generators": take_generators(), "extra": rank_extra}, "rank_extra")
         if not allow_not_finite:
@@ -135,6 +135,10 @@ def save(
             background=background,
             saved_by={"parameters": sum(p.numel() for p in named.parameters.values()), **_describe(model, optimizers)},
         )
+
+
+def _state_of(part: Any) -> Any:
+    return [one.state_dict() for one in part] if isinstance(part, list | tuple) else part.state_dict()
 
 
 def _collect(
