@@ -99,9 +99,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
+_KEPT: Final = "\0"
+"""In place of a blank at which no line may end."""
+
+
 def _command(name: str) -> str:
     [step] = [step for step in STEPS if step.name == name]
-    lines = textwrap.wrap(step.command, 112, break_long_words=False, break_on_hyphens=False)
+    # A shell would take a line that ends within quotes as it stands.
+    kept = re.sub(r"'[^']*'", lambda quoted: quoted[0].replace(" ", _KEPT), step.command)
+    lines = [
+        line.replace(_KEPT, " ") for line in textwrap.wrap(kept, 112, break_long_words=False, break_on_hyphens=False)
+    ]
     return "    " + " \\\n        ".join(lines)
 
 

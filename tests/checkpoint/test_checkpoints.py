@@ -259,6 +259,29 @@ def test_copies_are_written_once_and_the_work_is_shared(kind: str, tmp_path: Pat
 # --- what cannot work
 
 
+def _two_schedulers(rank: int, directory: Path) -> None:
+    model = onecopy.shard(nn.Linear(4, 4), 2)
+    optimizers = [AdamW([model.weight], lr=1.0), AdamW([model.bias], lr=2.0)]
+    schedulers = [CosineAnnealingLR(optimizer, length) for optimizer, length in zip(optimizers, (4, 8), strict=True)]
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+        optimizer.step()
+        scheduler.step()
+    rates = [scheduler.get_last_lr() for scheduler in schedulers]
+    onecopy.save(directory, model, optimizers, scheduler=schedulers)
+    fresh = [CosineAnnealingLR(optimizer, length) for optimizer, length in zip(optimizers, (4, 8), strict=True)]
+    onecopy.load(directory, model, optimizers, scheduler=fresh)
+    assert [(scheduler.get_last_lr(), scheduler.last_epoch) for scheduler in fresh] == [(rate, 1) for rate in rates]
+    with pytest.raises(CheckpointError, match="scheduler= must have as many as were saved, 2; found 1"):
+        onecopy.load(directory, model, optimizers, scheduler=fresh[0])
+
+
+@one_fork
+def test_each_of_several_optimizers_has_its_scheduler_back(tmp_path: Path) -> Forked:
+    """As Muon and AdamW train together. Oracle: the schedulers that were saved."""
+    yield On(2, _two_schedulers, tmp_path / "c")
+
+
 def _errors(rank: int, directory: Path) -> None:
     model = onecopy.shard(seeded(Stack), 1, accumulate=2)
     optimizer = AdamW(model.parameters(), lr=1e-3)

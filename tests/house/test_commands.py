@@ -39,6 +39,10 @@ def test_command_is_understood(command: Command) -> None:
             pass
         case ["python", script, *options]:
             assert (ROOT / script).is_file(), script
+            source = (ROOT / script).read_text(encoding="utf-8")
+            for option in options:
+                if option.startswith("--"):
+                    assert f'"{option.partition("=")[0]}"' in source, f"{script} has no {option}"
             if options:
                 [(code, said)] = run_ranks(1, _ask_the_script, script, options, group=False)
                 assert code == 0, said
@@ -122,5 +126,5 @@ def test_commands_are_found() -> None:
     assert {True, False} == {command.block for command in _FOUND}
     with pytest.raises(Exception, match="no-such-option"):
         _check_onecopy(["plan", "7e9", "--no-such-option", "3"])
-    [(code, said)] = run_ranks(1, _ask_the_script, "benchmarks/loss.py", ["--no-such-option"], group=False)
+    [(code, said)] = run_ranks(1, _ask_the_script, "benchmarks/loss.py", ["--dtype", "no-such-dtype"], group=False)
     assert code == 2, said

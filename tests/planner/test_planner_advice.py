@@ -16,7 +16,7 @@ import onecopy
 from onecopy.errors import SettingsError
 from onecopy.planner.answer.advice import Wishes, options
 from onecopy.planner.answer.advice import advise as search
-from onecopy.planner.answer.estimate import Job, Option, estimate
+from onecopy.planner.answer.estimate import Job, Option, estimate, update_seconds
 from onecopy.planner.answer.paste import as_dict, as_json, config_toml, shard_call
 from onecopy.planner.answer.redundancy import redundancy
 from onecopy.planner.answer.sweep import HURTS, crossover, curves, parse_range, thresholds
@@ -266,6 +266,19 @@ def test_offloading_moves_bytes_to_the_host() -> None:
     assert moved.peaks["forward"]["parameters_gathered"] == pytest.approx(2 * 7.5e9, rel=0.001)
     assert moved.host - plain.host >= 8 * 16 * 7.5e9 / 8
     assert moved.seconds.total > plain.seconds.total
+
+
+def test_offloaded_gradients_travel_in_every_micro_batch_that_reduces() -> None:
+    """By hand (docs/offload.md): 4P out in each reduce, 4P back from the second on, over 25 GB/s of host memory a rank.
+
+    The new weights come back over 50 GB/s. Stage 1 reduces once a step. Nothing is computed that could hide it.
+    """
+    third, first = (
+        update_seconds(JOB, EIGHT, Option(stage, 1, 4, "off", "optimizer on cpu", 8), own=1e9, compute=0.0)[1]
+        for stage in (3, 1)
+    )
+    assert third == pytest.approx((4 + 3) * 4e9 / 25e9 + 2e9 / 50e9)
+    assert first == pytest.approx(4e9 / 25e9 + 2e9 / 50e9)
 
 
 def test_every_phase_has_every_category() -> None:

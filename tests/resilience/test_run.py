@@ -237,9 +237,19 @@ def test_what_a_run_cannot_bring_back_is_refused_in_words() -> Forked:
         other(torch.arange(6)).backward()
         with pytest.raises(UsageError) as raised:
             optimizer.step()
+        found.append(str(raised.value))
+        run = onecopy.resilient(other, optimizer)
+
+        def forget_the_step() -> None:
+            for batch in run.loop(lambda step: [torch.arange(6)] * 3):
+                with run:
+                    other(batch).backward()
+
+        with pytest.raises(UsageError) as raised:
+            forget_the_step()
         return [*found, str(raised.value)]
 
-    ignored, whole, saves, counter, average, step, plain = (yield On(2, run))[0]
+    ignored, whole, saves, counter, average, step, plain, forgotten = (yield On(2, run))[0]
     assert "is not a slice of the sharded model" in ignored
     assert "lie whole in one rank's slice" in whole
     assert "save_every= needs checkpoints=" in saves
@@ -247,3 +257,4 @@ def test_what_a_run_cannot_bring_back_is_refused_in_words() -> Forked:
     assert "holds slices" in average
     assert "with run:" in step
     assert "onecopy.resilient(model, optimizer) keeps up to date" in plain
+    assert "ended without run.step()" in forgotten

@@ -54,3 +54,7 @@ class Sees(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.layer(image).mean()
         return result
+
+
+made = nn.Linear(2, 2)
+"""A model, where a function is asked for that makes one."""

@@ -247,6 +247,6 @@ def virtually() -> Iterator[None]:
         put(shelf.Shelf, lay=lay_out, clear=clear_away)
         put(versions.Versions, before_write=begin_write)
         put(collective, patience=lambda *_, **__: nullcontext())
-        put(mesh, patience=lambda *_, **__: nullcontext())
+        put(mesh, patience=lambda *_, **__: nullcontext(), all_gather_objects=dist.all_gather_objects)
         put(api, _bucket_numbers=_Numbers())
         yield

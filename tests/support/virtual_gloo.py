@@ -253,7 +253,7 @@ class Dist:
         if peer in world.dead or world.cut & {peer, world.rank}:
             raise RuntimeError("Connection closed by peer")
 
-    def all_gather_object(self, objects: list[Any], own: Any, *, group: Group) -> None:
+    def all_gather_objects(self, own: Any, group: Group, size: int, device: torch.device) -> list[Any]:
         world = now.world
         ranks = group.ranks
         objects_of, calls = world.gloo.objects, world.gloo.calls
@@ -272,4 +272,4 @@ class Dist:
             raise RuntimeError("Timed out waiting for objects")
         if not is_there():
             raise RuntimeError("Connection closed by peer")
-        objects[:] = [objects_of[ranks, peer, call] for peer in ranks]
+        return [objects_of[ranks, peer, call] for peer in ranks]

@@ -30,6 +30,7 @@ from onecopy.checkpoint.random import pack
 from onecopy.checkpoint.storage import LazyTensor
 from onecopy.checkpoint.values import load_values
 from onecopy.checkpoint.writing import Contents, write
+from onecopy.comm.objects import bytes_of
 from onecopy.errors import CheckpointError
 from onecopy.untrusted import LONGEST_NAME, plain_name, plain_size, read_plain, reason
 
@@ -116,7 +117,7 @@ def import_deepspeed(directory: str | Path, out: str | Path) -> Imported:
         facts = {"sharded_by": "DeepSpeed", "deepspeed": model[0].get("ds_version"), "stage": stage, "shard": ranks}
         contents: Contents = {"model": tensors, "optimizer": {"state": states}}
         aliases = {f"model.{alias}": f"model.{name}" for alias, name in tied.items()}
-        packed = pack(job).numpy().tobytes()
+        packed = bytes_of(pack(job))
     saving = write(Path(out), contents, aliases, packed, {}, step=step, saved_by={**facts, "parameters": parameters})
     return Imported(saving.wait(), step, stage, ranks, parameters)
 

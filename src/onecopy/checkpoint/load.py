@@ -78,7 +78,8 @@ def load(
             whole checkpoint is loaded, with a warning for each newer one that is damaged. A single checkpoint must be
             whole.
         optimizer: one, or several; take states and, matched by parameter names, hyperparameters. None: weights alone.
-        scheduler, scaler: take the states that were saved of a scheduler and a scaler, if there are any.
+        scheduler, scaler: take the states that were saved of a scheduler and a scaler, if there are any. A list takes
+            what a list of as many was saved of.
         strict: whether a name that only the model or only the checkpoint has is an error. If not, its tensor stays as
             it is. Frozen parameters keep their values if the checkpoint holds trainable parameters only.
         check: compare every byte with its checksum first. False compares only the sizes of the files.
@@ -141,7 +142,7 @@ def _load(
     def put_rest() -> None:
         for part, name in ((scheduler, "scheduler"), (scaler, "scaler")):
             if part is not None and name in job:
-                part.load_state_dict(job[name])
+                _put_state(part, job[name], name)
         _put_objects(model, job["objects"])
         if own_rank.numel():
             of_rank.update(unpack(own_rank))
@@ -150,6 +151,15 @@ def _load(
 
     group.together("restoring what is no tensor", put_rest)
     return Loaded(path, manifest.step, job.get("extra"), of_rank["extra"], manifest.ranks, found.skipped)
+
+
+def _put_state(part: Any, state: Any, name: str) -> None:
+    parts = list(part) if isinstance(part, list | tuple) else [part]
+    states = state if isinstance(state, list) else [state]
+    if len(parts) != len(states):
+        raise CheckpointError(f"{name}= must have as many as were saved, {len(states)}; found {len(parts)}")
+    for one, own in zip(parts, states, strict=True):
+        one.load_state_dict(own)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onecopy.comm.backends import time_limit
+from onecopy.comm.objects import bytes_of
 from onecopy.errors import CollectiveError, CollectiveTimeout
 
 # Far from the small tags of a user's own messages, and below those of the mesh.
@@ -37,7 +38,7 @@ def swap(group: dist.ProcessGroup, given: Mapping[int, Any], sources: Iterable[i
     _deliver(group, {rank: torch.tensor([content.numel()]) for rank, content in sent.items()}, sizes, _SIZES)
     received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()}
     _deliver(group, sent, received, _VALUES)
-    return {rank: pickle.loads(content.numpy().tobytes()) for rank, content in received.items()}
+    return {rank: pickle.loads(bytes_of(content)) for rank, content in received.items()}
 
 
 def _deliver(group: dist.ProcessGroup, sent: Mapping[int, Tensor], places: Mapping[int, Tensor], tag: int) -> None:

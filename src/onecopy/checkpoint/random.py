@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onecopy.checkpoint.values import load_values
+from onecopy.comm.objects import bytes_of
 
 
 def take_generators() -> dict[str, Any]:
@@ -53,7 +54,7 @@ def pack(value: Any) -> Tensor:
 
 def unpack(packed: Tensor) -> Any:
     """The value that `pack` packed."""
-    return unpack_bytes(packed.numpy().tobytes())
+    return unpack_bytes(bytes_of(packed))
 
 
 def unpack_bytes(content: bytes) -> Any:

@@ -18,6 +18,7 @@ from onecopy.checkpoint.optimizer import States, as_list, describe_kinds, take_s
 from onecopy.checkpoint.random import pack, take_generators
 from onecopy.checkpoint.save_pretrained import config_files
 from onecopy.checkpoint.writing import Contents, Saving, write
+from onecopy.comm.objects import bytes_of
 from onecopy.errors import NotFiniteError, SettingsError, UsageError
 from onecopy.sharding.engine.engine import find_engine
 from onecopy.sharding.model.ignored import is_ignored
@@ -55,7 +56,7 @@ def save(
         directory: the directory that holds all of this run's checkpoints.
         model: the model whose parameters and persistent buffers are saved.
         optimizer: one, or several that hold different parameters. None: weights alone.
-        scheduler, scaler: anything with `state_dict()`.
+        scheduler, scaler: anything with `state_dict()`, or a list of such, as a scheduler for each optimizer.
         extra: values of your own, such as the position in the data: plain types and tensors. The first rank's are
             saved, and `load` returns them.
         rank_extra: values of this rank's own. `load` returns them to this rank, at the same number of ranks.
@@ -105,13 +106,13 @@ def save(
         rest |= {
             "extra": extra,
             "trainable_only": trainable_only,
-            **{n: o.state_dict() for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o},
+            **{n: _state_of(o) for n, o in (("scheduler", scheduler), ("scaler", scaler)) if o},
         }
         of_rank = _packed({"generators": take_generators(), "extra": rank_extra}, "rank_extra")
         if not allow_not_finite:
             _check_finite(found)
         contents.update(found, ranks={str(group.rank): of_rank})
-        job.append(_packed(rest, "extra, or the state of the scheduler or scaler,").numpy().tobytes())
+        job.append(bytes_of(_packed(rest, "extra, or the state of the scheduler or scaler,")))
         if group.rank == 0:
             kept.update({Path(file).name: Path(file).read_bytes() for file in assets})
 
@@ -134,6 +135,10 @@ def save(
             background=background,
             saved_by={"parameters": sum(p.numel() for p in named.parameters.values()), **_describe(model, optimizers)},
         )
+
+
+def _state_of(part: Any) -> Any:
+    return [one.state_dict() for one in part] if isinstance(part, list | tuple) else part.state_dict()
 
 
 def _collect(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,8 +61,8 @@ def export(
     with _errors():
         if dtype not in DTYPES:
             raise SettingsError(f"--dtype must be one of {', '.join(DTYPES)}; found {dtype!r}")
-        if file_size <= 0:
-            raise SettingsError(f"--file-size must be above 0; found {file_size}")
+        if not 0 < file_size < inf:
+            raise SettingsError(f"--file-size must be a number above 0; found {file_size:g}")
         done = export(checkpoint, out, dtype=DTYPES[dtype], file_bytes=int(file_size * 1e9), assets=asset or ())
     typer.echo(f"{done.source}, step {done.step}: {done.parameters:,} elements")
     for name, size in done.files.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import Any, get_args
 
@@ -85,6 +86,8 @@ def run(request: Request) -> bool:
         SettingsError: if the settings cannot work.
     """
     console = Console(stderr=request.as_json)
+    if request.rows < 1:
+        raise SettingsError(f"--rows must be positive; found {request.rows}")
     if request.html is not None and (request.html.is_dir() or not request.html.parent.is_dir()):
         raise SettingsError(f"--html must be a file in a directory that exists; found {str(request.html)!r}")
     translation = _translate(request)
@@ -217,8 +220,8 @@ def _machine(request: Request, console: Console) -> Machine:
             )
         memory = parse_bytes(request.gpu_memory) if request.gpu_memory else found.gpu.memory
         return replace(found, gpu=found.gpu._replace(memory=memory), host_memory=host or found.host_memory)
-    if request.tflops is not None and request.tflops <= 0:
-        raise SettingsError(f"--tflops must be positive; found {request.tflops:g}")
+    if request.tflops is not None and not 0 < request.tflops < inf:
+        raise SettingsError(f"--tflops must be a positive number; found {request.tflops:g}")
     if request.gpus is None:
         raise SettingsError("--gpus is needed: how many there are on all nodes (or --here to read this machine)")
     gpu = gpu_of(
@@ -355,8 +358,8 @@ def _train_path(request: Request) -> str | None:
 
 def _survival(request: Request, job: Job, machine: Machine, step: float) -> dict[int, list[Way]]:
     """For each number of ranks."""
-    if request.losses_a_day is not None and request.losses_a_day < 0:
-        raise SettingsError(f"--losses-a-day must be 0 or more; found {request.losses_a_day}")
+    if request.losses_a_day is not None and not 0 <= request.losses_a_day < inf:
+        raise SettingsError(f"--losses-a-day must be a number, 0 or more; found {request.losses_a_day:g}")
     widths = job.widths
     return {
         ranks: ways(

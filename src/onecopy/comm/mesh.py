@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from onecopy.comm.collective import Collective, Label, Program
 from onecopy.comm.direct_exchange import point_to_point
 from onecopy.comm.monitor import Monitor, monitor_of
 from onecopy.comm.native_calls import NativeCalls
+from onecopy.comm.objects import all_gather_objects
 from onecopy.comm.outgoing import Outgoing
 from onecopy.comm.patience import patience
 from onecopy.comm.presence import leave, met, presence_of
@@ -231,16 +232,15 @@ class Axis:
         """Every rank's picklable object, in order of places. For messages to people, not for training."""
         if self._peers is None:
             return [own]
-        objects: list[Any] = [None] * self.size
         try:
             with patience(lambda _: f"exchange of settings over the {self.name} axis", None, may_be_in_vain=True):
-                dist.all_gather_object(objects, own, group=(self._control or self._peers).group)
+                group = (self._control or self._peers).group
+                return all_gather_objects(own, group, self.size, self.control_device)
         except RuntimeError as error:
             raise CollectiveError(
                 f"exchange of settings over the {self.name} axis failed: a rank among {self.ranks} has most likely "
                 f"ended; its own output says why."
             ) from error
-        return objects
 
     def queues_on(self, device: torch.device) -> bool:
         """Whether the backend itself carries out collectives of ``device``, in the order in which they are issued."""

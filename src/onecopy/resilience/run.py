@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """See the file's first lines; made by `resilient`."""
+    """A run that survives the loss of ranks. `resilient` makes it; docs/recovery.md shows the loop around it."""
 
     def __init__(
         self,
@@ -175,6 +175,11 @@ class Run:
             if self._closes:
                 with suppress(Again):
                     self._commits.end(self._end_loop)
+            elif self._commits.version == self._attempt:
+                raise UsageError(
+                    "the block `with run:` has ended without run.step(), so the loop would give it the same batch for "
+                    "ever: call run.step() in place of optimizer.step(); with update=False it leaves the weights alone."
+                )
             return False
         if isinstance(error, Again):
             return True

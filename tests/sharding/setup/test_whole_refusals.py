@@ -22,6 +22,7 @@ from models import TinyGPT, seeded, token_batches
 from one_fork import Forked, On, one_fork
 from onecopy.errors import MismatchError, SettingsError, UsageError
 from oracle import assert_same_weights, gathered_weights, part, whole_weights
+from ranks import run_ranks
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -85,6 +86,16 @@ def test_what_a_layout_lacks_is_said_before_anything_changes(name: str) -> Forke
         assert_same_weights(gathered_weights(model), before, atol=0)
 
     yield On(2, run)
+
+
+def test_an_optimizer_that_needs_the_whole_model_is_refused_before_anything_is_sharded() -> None:
+    def run(rank: int) -> None:
+        model = seeded(TinyGPT)
+        with pytest.raises(SettingsError, match=r"LBFGS needs all parameters at once.*AdamW"):
+            onecopy.shard(model, 3, optimizer=optim.LBFGS(model.parameters()))
+        assert not any(isinstance(p, onecopy.SlicedTensor) for p in model.parameters())
+
+    run_ranks(2, run)
 
 
 BAD_SETTINGS: dict[str, tuple[Any, str]] = {

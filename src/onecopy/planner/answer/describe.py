@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Final
@@ -48,6 +48,7 @@ def describe(model: str, *, sequence: int | None = None) -> Shape:
         raise SettingsError(
             f"MODEL must be a transformers config.json or a directory with one, a Python path like "
             f"'package.module:factory', or a number of parameters like 7.5e9; found {model!r}"
+            + ("; nothing is downloaded: give the path of a config.json on this machine" if "/" in model else "")
         ) from None
 
 
@@ -233,7 +234,22 @@ def import_factory(path: str) -> tuple[Callable[[], Any], Any]:
     build = getattr(module, attribute, None)
     if not callable(build):
         raise SettingsError(f"{name!r} has no function {attribute!r} that makes a model")
+    needed = _arguments(build)
+    is_model = hasattr(build, "parameters") and not isinstance(build, type)
+    if needed or is_model:
+        found = f"a model, {type(build).__name__}" if is_model else f"one that needs {', '.join(needed)}"
+        raise SettingsError(f"{path!r} must be a function without arguments that makes a model; found {found}")
     return build, module
+
+
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that ``function`` cannot be called without."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    try:
+        taken = signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [one.name for one in taken if one.default is Parameter.empty and one.kind in kinds]
 
 
 def _units_of(build: Callable[[], Any], batch: Callable[[], Any] | None) -> list[Unit]:

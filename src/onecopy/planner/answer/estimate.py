@@ -472,17 +472,22 @@ def update_seconds(job: Job, machine: Machine, option: Option, own: float, compu
         moved = own * (3 + 2 * job.optimizer_tensors) * widths.master
         return moved / machine.gpu.memory_bandwidth + _muon_seconds(job, machine, option), 0.0
     transfer = 0.0
+    gradients = widths.gradient * own
+    # Each reduce sends its gradients beside backward; from a step's second on, what is summed so far comes back first.
+    reduces = option.accumulate if Stage.of(option.stage).shards_gradients else 1
     if not machine.computes_on_host:
-        # Gradients leave beside backward, in the dtype in which they are summed.
-        down = max(0.0, widths.gradient * own / machine.gpu.host - compute / 2)
+        # The link carries both ways at once. The ranks of a host share its memory, which writes or reads every byte.
+        over_link = gradients * reduces / machine.gpu.host
+        in_memory = gradients * (2 * reduces - 1) / (machine.host_bandwidth / machine.per_node)
+        down = max(0.0, max(over_link, in_memory) - compute / 2)
         transfer = widths.compute * own / machine.gpu.host + down
     update = cpu_step_seconds(own, machine.host_bandwidth / machine.per_node) + _muon_seconds(job, machine, option)
     if option.offload.endswith("nvme"):
         # Masters and states are read and written beside the update, gradients read; these are written in backward.
         disk = machine.nvme_bandwidth / machine.per_node
-        moved = 2 * (1 + job.optimizer_tensors) * widths.master + widths.gradient
-        transfer += max(0.0, moved * own / disk - update)
-        transfer += max(0.0, widths.gradient * own * option.accumulate / disk - compute / 2)
+        moved = 2 * (1 + job.optimizer_tensors) * widths.master * own
+        transfer += max(0.0, (moved + gradients) / disk - update)
+        transfer += max(0.0, gradients * (2 * reduces - 1) / disk - compute / 2)
     if option.offload.startswith("parameters"):
         source = machine.gpu.host if option.offload.endswith("cpu") else machine.nvme_bandwidth / machine.per_node
         fetched = 2 * widths.compute * own * option.accumulate / source

@@ -71,6 +71,11 @@ def find_whole(
     costs: dict[int, float] = {}
     for optimizer in optimizers:
         need = need_of(optimizer)
+        if need is not None and need.needs_model:
+            raise SettingsError(
+                f"{type(optimizer).__name__} needs all parameters at once in its step, and each rank holds a part of "
+                f"them: take an optimizer that updates each parameter by itself (AdamW, Muon, SOAP)."
+            )
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if need is not None):
             assert need is not None
             if id(parameter) in chosen or need.prefers(parameter):
