@@ -342,12 +342,12 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
             made.scheduler.step()
             made.metrics["loss"] += run.total[0] if run.total[0] < 1e9 else 0.0
         seconds.append(time.perf_counter() - mark)
-        if run.ranks < plan.ranks and run.steps > plan.last_loss:
-            time.sleep(plan.pause)
-        mark = time.perf_counter()
         for repair in run.repairs[told:]:
             log.write(json.dumps(asdict(repair) | {"stepped": time.time()}) + "\n")
         told = len(run.repairs)
+        if run.ranks < plan.ranks and run.steps > plan.last_loss:
+            time.sleep(plan.pause)
+        mark = time.perf_counter()
     run.check()
     result = describe(made, run.steps)
     resources = {
