@@ -423,6 +423,8 @@ def _run_call(rank: int, call: str) -> tuple[int, list[str]]:
 def test_the_call_with_a_tensor_axis_runs(checkpointing: Any) -> None:
     """What is printed, on four CPU ranks: slices over two, and checkpoints gathered over the other two."""
     job = Job(from_sizes(2, 32, heads=4, vocabulary=64), 16, "fp32")
+    # Loaded here, where ranks are forked from, and not in each of them.
+    assert pytest.importorskip("transformers").GPT2LMHeadModel
     along = checkpointing == "selective"
     option = Option(3, 1, 1, checkpointing, "none", 2, tensor=2, sequence=along)
     found = estimate(job, Machine(4, gpu_of("h100")), option)
