@@ -45,6 +45,9 @@ def gather_slices(tensor: SlicedTensor) -> Tensor:
     return whole if slicing.spec is None else slicing.spec.wrap(whole)
 
 
+SlicedTensor.gather = staticmethod(gather_slices)
+
+
 def _concatenate(own: Tensor, axis: Axis) -> Tensor:
     numels = torch.zeros(axis.size, dtype=torch.int64, device=own.device)
     numels[axis.rank] = own.numel()

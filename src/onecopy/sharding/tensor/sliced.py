@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -118,6 +118,8 @@ class SlicedTensor(torch.Tensor):
     local: Tensor
     slicing: Slicing
     _on_write: Callable[[], None] | None
+    # What makes one whole; `single.py`, which needs this class, sets it.
+    gather: ClassVar[Callable[[SlicedTensor], Tensor]]
     # Of a module's parameter: who runs the model (`optimizers.py`). Weak, for the engine holds the parameter.
     _engine: weakref.ref[Any] | None = None
 
@@ -202,9 +204,7 @@ class SlicedTensor(torch.Tensor):
         Raises:
             UsageError: if it is a gradient that has not been reduced yet.
         """
-        from onecopy.sharding.tensor.single import gather_slices  # which needs this class
-
-        return gather_slices(self)
+        return self.gather(self)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Needs the whole tensor, as does everything that asks for its memory.
