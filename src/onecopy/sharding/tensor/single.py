@@ -45,7 +45,7 @@ def gather_slices(tensor: SlicedTensor) -> Tensor:
     return whole if slicing.spec is None else slicing.spec.wrap(whole)
 
 
-SlicedTensor.gather = staticmethod(gather_slices)
+SlicedTensor.make_whole = staticmethod(gather_slices)
 
 
 def _concatenate(own: Tensor, axis: Axis) -> Tensor:

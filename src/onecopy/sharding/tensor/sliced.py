@@ -119,7 +119,7 @@ class SlicedTensor(torch.Tensor):
     slicing: Slicing
     _on_write: Callable[[], None] | None
     # What makes one whole; `single.py`, which needs this class, sets it.
-    gather: ClassVar[Callable[[SlicedTensor], Tensor]]
+    make_whole: ClassVar[Callable[[SlicedTensor], Tensor]]
     # Of a module's parameter: who runs the model (`optimizers.py`). Weak, for the engine holds the parameter.
     _engine: weakref.ref[Any] | None = None
 
@@ -204,7 +204,7 @@ class SlicedTensor(torch.Tensor):
         Raises:
             UsageError: if it is a gradient that has not been reduced yet.
         """
-        return self.gather(self)
+        return SlicedTensor.make_whole(self)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Needs the whole tensor, as does everything that asks for its memory.
