@@ -5,18 +5,14 @@
 
 onecopy     `onecopy run` with a mirror and a spare
 torchrun    `torchrun` starts all ranks again; the script goes on from a checkpoint in /dev/shm, saved after every step
-torchft     replicas that each hold everything, one rank each; a lost one is started again and is healed by another one
-            (`pip install torchft`; left out, with the reason, where that is not installed)
 
-Of each: seconds from the kill to the first step that all ranks have made after it, to the first one that anybody has
-made (torchft's other replicas go on without the lost one), and the time of a step, with what the system does in every
-step so that it can go on. A spare costs memory in onecopy; the others have none.
+Of each: seconds from the kill to the first step that all ranks have made after it, and the time of a step, with what
+the system does in every step so that it can go on. A spare costs memory in onecopy; torchrun has none.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -36,7 +32,6 @@ EVERY: Final = 8
 """Steps between two kills."""
 
 IN_MEMORY: Final = Path("/dev/shm")
-TORCHFT_JOB: Final = SURVIVOR.with_name("torchft_job.py")
 
 
 @dataclass(frozen=True)
@@ -45,12 +40,10 @@ class Found:
 
     Attributes:
         seconds: from each kill to the first step that all ranks have made after it.
-        paused: from each kill to the first step that anybody has made after it.
         step: seconds of a step, the median of the slowest rank.
     """
 
     seconds: list[float]
-    paused: list[float]
     step: float
 
 
@@ -71,7 +64,7 @@ def onecopys(model: str, losses: int, folder: Path) -> Found:
     """`onecopy run`, the lost rank's states from its mirror."""
     ended = carry_out(_plan(model, losses), folder / "run", spares=1)
     seconds = [parts["in all"] for parts in parts_of(ended)]
-    return Found(seconds, seconds, max(one["step"] for one in ended.resources))
+    return Found(seconds, max(one["step"] for one in ended.resources))
 
 
 def torchruns(model: str, losses: int, folder: Path) -> Found:
@@ -93,33 +86,13 @@ def torchruns(model: str, losses: int, folder: Path) -> Found:
         raise SystemExit(f"torchrun ended with {done.returncode}:\n{(folder / 'output').read_text()[-4000:]}")
     results = [json.loads(file.read_text())["resources"]["step"] for file in folder.glob("result-*.json")]
     seconds = _until_all_have_stepped(folder)
-    return Found(seconds, seconds, max(results))
+    return Found(seconds, max(results))
 
 
-def torchfts(model: str, losses: int, folder: Path) -> Found:
-    """Replicas under torchft; each is started again by a parent that waits for its end."""
-    folder = folder / "run"
-    folder.mkdir()
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [sys.executable, str(TORCHFT_JOB), str(folder), json.dumps(asdict(_plan(model, losses)))]
-    with (folder / "output").open("w") as output:
-        done = subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=LIMIT)
-    if done.returncode:
-        raise SystemExit(f"torchft's job ended with {done.returncode}:\n{(folder / 'output').read_text()[-4000:]}")
-    steps = [json.loads(file.read_text())["step"] for file in folder.glob("result-*.json")]
-    ends = sorted(float(line) for file in folder.glob("steps-*") for line in file.read_text().split())
-    paused = [next(end for end in ends if end > kill) - kill for kill in _kills(folder)]
-    return Found(_until_all_have_stepped(folder, restarted=1), paused, max(steps))
-
-
-def _until_all_have_stepped(folder: Path, restarted: int = RANKS) -> list[float]:
+def _until_all_have_stepped(folder: Path) -> list[float]:
     """From each kill until as many processes as start again after it have made their first step."""
     firsts = sorted(json.loads(file.read_text())["stepped"] for file in folder.glob("first-*"))
-    return [[first for first in firsts if first > kill][restarted - 1] - kill for kill in _kills(folder)]
+    return [[first for first in firsts if first > kill][RANKS - 1] - kill for kill in _kills(folder)]
 
 
 def _kills(folder: Path) -> list[float]:
@@ -129,7 +102,6 @@ def _kills(folder: Path) -> list[float]:
 SYSTEMS: Final[dict[str, Callable[[str, int, Path], Found]]] = {
     "onecopy": onecopys,
     "torchrun": torchruns,
-    "torchft": torchfts,
 }
 
 
@@ -142,9 +114,6 @@ def main() -> None:
     options = parser.parse_args()
     rows = {}
     for name in options.only:
-        if name == "torchft" and importlib.util.find_spec("torchft") is None:
-            print("torchft     left out: it is not installed in this Python")
-            continue
         folder = Path(tempfile.mkdtemp(prefix="onecopy-recovery-", dir=IN_MEMORY))
         try:
             found = SYSTEMS[name](options.model, options.losses, folder)
@@ -153,8 +122,7 @@ def main() -> None:
         rows[name] = asdict(found)
         print(
             f"{name:<12}{len(found.seconds)} kills: median {statistics.median(found.seconds):.2f} s, worst "
-            f"{max(found.seconds):.2f} s; anybody goes on after {statistics.median(found.paused):.2f} s; a step "
-            f"{found.step:.3f} s",
+            f"{max(found.seconds):.2f} s; a step {found.step:.3f} s",
             flush=True,
         )
     if options.json:
