@@ -184,6 +184,32 @@ def reliability() -> str:
     )
 
 
+_PARTS: Final = {
+    "noticed": ("l-wait", "noticed"),
+    "met": ("c-activations", "met anew"),
+    "states moved": ("accent", "states moved"),
+    "step redone": ("l-compute-1", "step made again"),
+}
+
+
+def recovery() -> str:
+    """From a kill to the first step after it: the loss in the middle, and the one that took longest."""
+    shown = []
+    for row in _results("recovery_times"):
+        losses = sorted(row["losses"], key=lambda loss: loss["in all"])
+        size = row["parameters"]
+        words = f"{size / 1e6:.1f} M parameters" if size >= 1e6 else f"{size:,} parameters"
+        for name, loss in (("the loss in the middle", losses[len(losses) // 2]), ("the longest", losses[-1])):
+            parts = {colour: loss[part] for part, (colour, _) in _PARTS.items()}
+            shown.append(Bar(name, parts, f"{loss['in all']:.2f} s", words))
+    row = _results("recovery_times")[0]
+    notes = (
+        f"{row['ranks']} CPU ranks, a warm spare, {len(row['losses'])} kills each",
+        "measured: benchmarks/recovery.py times",
+    )
+    return bars("From a kill to the next step made", shown, notes=notes, legend=dict(_PARTS.values()))
+
+
 PICTURES: Final = {
     "states.svg": states,
     "memory.svg": memory,
@@ -191,6 +217,7 @@ PICTURES: Final = {
     "step-time.svg": seconds,
     "timeline.svg": timeline,
     "reliability.svg": reliability,
+    "recovery.svg": recovery,
 }
 
 

@@ -3,7 +3,7 @@
     python benchmarks/recovery.py kills --losses 1000         # every result equal, bit for bit, to a run without losses
     python benchmarks/recovery.py kills --losses 40 --transport sockets
     python benchmarks/recovery.py kills --losses 100 --resize # fewer ranks go on, and more: equal to runs in stretches
-    python benchmarks/recovery.py times --model 30m           # from a kill to the first step after it, in its parts
+    python benchmarks/recovery.py times --model small 30m     # from a kill to the first step after it, in its parts
     python benchmarks/recovery.py resize --model 30m          # until fewer ranks go on, and until more do
     python benchmarks/recovery.py price --model 30m           # a step with a mirror, or two copies, beside one without
     python benchmarks/recovery.py throughput --model 30m      # a loss every 20 steps
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,7 @@ from trained.survivor import Plan, Stretch
 LIMIT = 600.0
 """Seconds that one run may take."""
 
+RANKS = 4
 SURVIVOR = Path(__file__).parent / "trained" / "survivor.py"
 
 
@@ -62,7 +64,7 @@ def carry_out(
     plan: Plan,
     folder: Path,
     *,
-    ranks: int = 4,
+    ranks: int = RANKS,
     spares: int = 2,
     heartbeat: float = 0.0,
     transport: str = "memory",
@@ -316,18 +318,33 @@ def parts_of(ended: Ended) -> list[dict[str, float]]:
     return found
 
 
-def times(model: str, losses: int, spares: int, kinds: tuple[str, ...], transport: str) -> None:
-    """From a loss to the first step after it."""
-    every = 6
-    plan = Plan(steps=every * losses, every=every, model=model, kinds=kinds, again=0.0, seed=11)
-    with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
-        heartbeat = 0.6 if "stop" in kinds else 0.0
-        ended = carry_out(plan, Path(folder) / "run", spares=spares, transport=transport, heartbeat=heartbeat)
-    found = parts_of(ended)
-    print(f"{model}, {len(found)} losses ({', '.join(kinds)}), {spares} spares: seconds, median and worst")
-    for part in (name for name in found[0] if name != "number"):
-        values = [one[part] for one in found]
-        print(f"  {part:<14}{statistics.median(values):8.3f}{max(values):8.3f}")
+def times(models: Sequence[str], losses: int, spares: int, kinds: tuple[str, ...], transport: str) -> list[object]:
+    """From a loss to the first step after it. Returns what was measured, a row for each model."""
+    rows: list[object] = []
+    for model in models:
+        # Some two seconds, in which the next spare gets ready.
+        every = 150 if model == "small" else 3
+        plan = Plan(steps=every * losses, every=every, model=model, kinds=kinds, again=0.0, seed=11)
+        with tempfile.TemporaryDirectory(prefix="onecopy-recovery-") as folder:
+            heartbeat = 0.6 if "stop" in kinds else 0.0
+            ended = carry_out(plan, Path(folder) / "run", spares=spares, transport=transport, heartbeat=heartbeat)
+        found = parts_of(ended)
+        print(f"{model}, {len(found)} losses ({', '.join(kinds)}), {spares} spares: seconds, median and worst")
+        for part in (name for name in found[0] if name != "number"):
+            values = [one[part] for one in found]
+            print(f"  {part:<14}{statistics.median(values):8.3f}{max(values):8.3f}", flush=True)
+        rows.append(
+            {
+                "model": model,
+                "ranks": RANKS,
+                "spares": spares,
+                "kinds": list(kinds),
+                "transport": transport,
+                "parameters": ended.resources[0]["padded"],
+                "losses": [{part: round(seconds, 4) for part, seconds in one.items()} for one in found],
+            }
+        )
+    return rows
 
 
 def resize(model: str, losses: int, transport: str) -> None:
@@ -422,7 +439,9 @@ def main() -> None:
     pricing.add_argument("--ranks", type=int, default=4)
     losing = commands.add_parser("throughput")
     losing.add_argument("--every", type=int, default=20)
-    for command, steps in ((timing, 0), (resizing, 0), (pricing, 12), (losing, 100)):
+    timing.add_argument("--model", nargs="+", default=["30m"])
+    timing.add_argument("--json", type=Path, help="write what was measured to this file")
+    for command, steps in ((resizing, 0), (pricing, 12), (losing, 100)):
         command.add_argument("--model", default="30m")
         if steps:
             command.add_argument("--steps", type=int, default=steps)
@@ -434,7 +453,9 @@ def main() -> None:
     elif options.command == "kills":
         kills(options.losses, options.transport, options.seed)
     elif options.command == "times":
-        times(options.model, options.losses, options.spares, tuple(options.kinds), options.transport)
+        rows = times(options.model, options.losses, options.spares, tuple(options.kinds), options.transport)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
     elif options.command == "price":
         price(options.model, options.ranks, options.steps)
     else:

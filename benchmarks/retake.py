@@ -7,8 +7,9 @@
 
 Each step is one command, whose results go to `results/`. A step that fails or passes its limit is named, its results of
 before stay, and the others go on. At the end `tables.py` and `pictures.py` write the docs. Peers take part where the
-Python that runs this has them. On a quiet machine of 2 cores it is to take 20 minutes. Two groups are taken by name
-only: `traffic`, the bytes that every system sends, and `rates`, which times steps on slow links: some 5 minutes each.
+Python that runs this has them. On a quiet machine of 2 cores it is to take 20 minutes. Three groups are taken by name
+only: `traffic`, the bytes that every system sends, and `rates`, which times steps on slow links: some 5 minutes each;
+and one of 4 minutes, `recovery`, the times from a loss of ranks to the next step.
 Root is needed for namespaces: without it, bytes on the wire are left out, and those two fail.
 """
 
@@ -102,6 +103,7 @@ STEPS: Final = (
         *("scaling", "engine"),
         "scaling.py --ranks 8 64 512 4096 --layers 10 --html benchmarks/results/scaling.html",
     ),
+    Step("recovery_times", "recovery", "recovery.py times --model small 30m", limit=600.0),
     Step("wire", "traffic", "wire.py", limit=900.0),
     Step(
         *("wire_rates", "rates"),

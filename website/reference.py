@@ -21,6 +21,7 @@ from names import attributes, errors, integrations, line_of, names, prose
 from onecopy.cli.main import make_app
 from onecopy.observe.ledger import STATE_OPERATIONS
 from onecopy.recipes.account import STEP_VALUES
+from onecopy.recipes.metrics import EVENT_VALUES
 from onecopy.recipes.settings import keys, sections
 from pages import ROOT
 
@@ -147,6 +148,12 @@ def _range(field: Any) -> str:
 def _metrics() -> str:
     values = ["| value | meaning |", "|---|---|"]
     values += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in STEP_VALUES.items()]
+    events = ["| kind | value | meaning |", "|---|---|---|"]
+    events += [
+        f"| `{kind}` | `{name}` | {_cell(meaning)} |"
+        for kind, meanings in EVENT_VALUES.items()
+        for name, meaning in meanings.items()
+    ]
     parts = [
         "# Metrics",
         "`onecopy train` writes them into the run's directory. Sizes are bytes, times are seconds. What is not finite "
@@ -158,6 +165,9 @@ def _metrics() -> str:
         "value, `loss`.",
         "\n".join(values),
         f"Operations: {', '.join(f'`{name}`' for name in STATE_OPERATIONS)}.",
+        "With `[recovery]` there is a line of kind `recovery` for each loss that was made good, and one of kind `slow` "
+        "for each time that a rank did not answer for a while. `step` is the one that was made after it.",
+        "\n".join(events),
         "## summary.json",
         "Written when the run ends.",
         "\n".join(_table("recipes.account.Summary")),

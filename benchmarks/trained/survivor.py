@@ -341,6 +341,9 @@ def train(plan: Plan, folder: Path) -> dict[str, Any]:
                 made.scaler.update()
             made.scheduler.step()
             made.metrics["loss"] += run.total[0] if run.total[0] < 1e9 else 0.0
+        if not seconds:
+            first = {"rank": run.rank, "steps": run.steps, "stepped": time.time()}
+            (folder / f"first-{os.getpid()}.json").write_text(json.dumps(first))
         seconds.append(time.perf_counter() - mark)
         for repair in run.repairs[told:]:
             log.write(json.dumps(asdict(repair) | {"stepped": time.time()}) + "\n")

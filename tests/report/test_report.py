@@ -22,7 +22,7 @@ from onecopy.report.page import render
 from onecopy.report.perfetto import perfetto_trace
 from onecopy.report.rows import assign_rows
 from onecopy.report.run import CATEGORIES, LANES, Event, Trace, read_run
-from report_runs import PSI, raw_trace, write_run
+from report_runs import PSI, add_events, raw_trace, write_run
 
 COMMAND = [sys.executable, "-m", "onecopy.cli.main", "report"]
 
@@ -233,6 +233,39 @@ def test_lines_and_files_of_another_kind_are_told(tmp_path: Path) -> None:
     assert len(run.steps) == 2
     assert run.notes["trace"].count("cannot be read") == 2
     render(run)
+
+
+def test_lost_and_slow_ranks_are_told_with_the_seconds_that_they_cost(tmp_path: Path) -> None:
+    """Oracle: `report_runs.EVENTS`."""
+    directory = write_run(tmp_path / "run")
+    assert "Lost and slow ranks" not in render(read_run(directory))
+    add_events(directory)
+    trace = directory / "trace/rank-0.json"
+    trace.write_text(trace.read_text().replace('"step": 7', '"step": 26'))
+    with (directory / "metrics.jsonl").open("a") as file:
+        # Lines of another version, and two of a stranger.
+        file.write('{"kind": "recovery", "step": 29, "seconds": 0.25, "ranks": 2.0}\n')
+        file.write('{"kind": "slow", "step": 3}\n{"kind": "recovery", "step": 3, "seconds": 1, "ranks": ["<b>"]}\n')
+    run = read_run(directory)
+    assert run.notes["metrics"].startswith("2 line(s)")
+    page = render(run)
+    assert "30 steps, ranks lost 3 times, which cost 1.85 s" in page
+    for words, step in (
+        ("rank 1 slow for 0.40 s", 12),
+        ("rank 1 slow for 0.80 s, given up", 21),
+        ("rank 1 lost and replaced, 1.25 s lost", 21),
+        ("ranks 0, 1 lost and replaced, 0.35 s lost", 26),
+        ("a rank lost and replaced, 0.25 s lost", 29),
+    ):
+        assert f'<th scope="row">{step}</th><td>{words}</td>' in page, words
+    assert "ranks 0, 1 lost and replaced, 0.35 s lost before step 26 was made." in page
+    assert [event[:3] for event in page_data(page)["events"]] == [
+        [12, "slow", 0.4],
+        [21, "slow", 0.8],
+        [21, "recovery", 1.25],
+        [26, "recovery", 0.35],
+        [29, "recovery", 0.25],
+    ]
 
 
 def test_no_run_directory(tmp_path: Path) -> None:

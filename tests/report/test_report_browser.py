@@ -12,7 +12,7 @@ import pytest
 
 from onecopy.report.page import render
 from onecopy.report.run import CATEGORIES, LANES, read_run
-from report_runs import raw_trace, write_run
+from report_runs import EVENTS, add_events, raw_trace, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM: Final = shutil.which("chromium")
@@ -92,6 +92,34 @@ def test_draws_everything_and_loads_nothing(browser: Any, report: Path, width: i
     )
     assert page.troubles == []
     assert page.requests == [report.as_uri()]
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_lost_and_slow_ranks_are_marked_on_the_timeline(browser: Any, tmp_path: Path, width: int) -> None:
+    """Oracle: `report_runs.EVENTS`."""
+    run = write_run(tmp_path / "run")
+    add_events(run)
+    page = open_page(browser, save(run), width=width)
+    assert [mark.get_attribute("data-event") for mark in page.locator("#events-steps [data-event]").all()] == [
+        event["kind"] for event in EVENTS
+    ]
+    # What cost more stands higher.
+    tops = [mark.bounding_box()["y"] for mark in page.locator("#events-steps [data-event]").all()]
+    seconds = [float(event.get("lost_seconds", event["seconds"])) for event in EVENTS]
+    assert sorted(range(4), key=lambda one: tops[one]) == sorted(range(4), key=lambda one: -seconds[one])
+    for chart in ("memory-steps", "traffic-steps", "loss", "speed"):
+        assert drawn(page, f"#{chart} .happened") == len(EVENTS), chart
+    page.locator("#events-steps svg").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    tip = page.locator("#events-steps .tip").text_content()
+    assert tip == "step 21" + "rank 1 slow for 0.80 s, given up" + "rank 1 lost and replaced, 1.25 s lost"
+    box, frame = (page.locator(f"#events-steps {part}").bounding_box() for part in (".tip", "svg"))
+    assert frame["x"] <= box["x"]
+    assert box["x"] + box["width"] <= frame["x"] + frame["width"] + 1
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("path[d*=NaN], [x1*=NaN], [y*=NaN], [cy*=NaN]").count() == 0
+    assert page.troubles == []
 
 
 def test_categories_go_and_come_back(browser: Any, report: Path) -> None:

@@ -103,6 +103,21 @@ def test_where_both_holders_are_lost_all_go_on_from_the_newest_checkpoint(tmp_pa
     assert "every rank that held slice 0 of 3 is lost" in said
 
 
+def test_under_torchrun_a_lost_rank_starts_all_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    whole, lossy = tmp_path / "whole", tmp_path / "lossy"
+    for folder in (whole, lossy):
+        folder.mkdir()
+        (folder / "script.py").write_text(_SCRIPT)
+    run_ranks(2, _be, whole)
+    options = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.05"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(lossy / "script.py"), str(lossy), "bare"]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, _results(lossy)) == (0, _results(whole)), done.stderr
+    assert "going on from" in done.stderr
+    assert "step 4" in done.stderr
+
+
 def test_a_bug_ends_the_job_after_the_limit_with_its_traceback(tmp_path: Path) -> None:
     code, said, found = _run(tmp_path, "bug", "--losses", "2", "--spares", "1")
     assert (code, found) == (1, [])

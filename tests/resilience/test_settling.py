@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from onecopy.errors import RecoveryError
+from onecopy.resilience import ring
 from onecopy.resilience.settling import MIRROR, OWN, Standing, Transfer, plan_transfers
 from onecopy.resilience.slices import checksum
 
@@ -28,6 +29,33 @@ def test_two_ranks_that_hold_nothing_of_each_other_come_back_at_once() -> None:
         Transfer(1, 2, MIRROR, OWN),
         Transfer(3, 2, OWN, MIRROR),
     ]
+
+
+def test_a_lost_host_comes_back_where_the_ring_goes_from_host_to_host() -> None:
+    """Two hosts of two ranks: the second one, ranks 2 and 3, is lost."""
+    assert plan_transfers(_ring(5, 5, -1, -1), shards=4, mirrored=True, stride=2) == [
+        Transfer(0, 2, MIRROR, OWN),
+        Transfer(0, 2, OWN, MIRROR),
+        Transfer(1, 3, MIRROR, OWN),
+        Transfer(1, 3, OWN, MIRROR),
+    ]
+    with pytest.raises(RecoveryError, match="slice 3 of 4 is lost"):
+        plan_transfers(_ring(5, 5, -1, -1), shards=4, mirrored=True)
+
+
+@pytest.mark.parametrize("ranks, on_a_host, expected", [(4, 2, 2), (12, 4, 4), (4, 4, 1), (3, 2, 1), (1, 1, 1)])
+def test_a_rank_and_its_holder_are_on_different_hosts(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, on_a_host: int, expected: int
+) -> None:
+    """Where all hosts have as many ranks; and every rank has one holder, itself only where it is alone."""
+    monkeypatch.setattr(ring, "membership", object)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_a_host))
+    assert ring.stride(ranks) == expected
+    holders = [ring.holder(rank, ranks) for rank in range(ranks)]
+    assert sorted(holders) == list(range(ranks))
+    assert [ring.held(holder, ranks) for holder in holders] == list(range(ranks))
+    if ranks > on_a_host and ranks % on_a_host == 0:
+        assert all(rank // on_a_host != holder // on_a_host for rank, holder in enumerate(holders))
 
 
 def test_of_two_ranks_each_is_the_others_mirror() -> None:

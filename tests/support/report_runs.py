@@ -71,6 +71,22 @@ def write_run(directory: Path, *, steps: int = 30, ranks: int = 2, memory: bool 
     return directory
 
 
+EVENTS = (
+    {"kind": "slow", "step": 12, "ranks": [1], "seconds": 0.4, "given_up": 0.0},
+    {"kind": "slow", "step": 21, "ranks": [1], "seconds": 0.8, "given_up": 1.0},
+    {"kind": "recovery", "step": 21, "ranks": [1], "seconds": 0.9, "lost_seconds": 1.25},
+    {"kind": "recovery", "step": 26, "ranks": [0, 1], "seconds": 0.1, "lost_seconds": 0.35},
+)
+
+
+def add_events(directory: Path) -> None:
+    """Ranks that were slow or lost, among the metrics of a run."""
+    file = directory / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = sorted([*EVENTS, *lines], key=lambda line: line["step"])
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def live_memory(fullness: float) -> dict[str, int]:
     """Bytes by category when the step is so far from having no activations (0) to having all (1)."""
     state = PSI * 4 // 2

@@ -276,6 +276,8 @@ def _resume(config: Config) -> str | None:
 
 def _directory(config: Config) -> str | None:
     directory = Path(config.run.directory)
+    if ADDRESS in os.environ and config.run.directory == "auto":
+        return "under `onecopy run` a rank that comes later must find the run: set run.directory, on all hosts the same"
     if config.checkpoint.resume == "auto" and (not directory.exists() or directory.is_dir()):
         return None
     # Only the first rank may ask: it is the one that fills the directory. With [recovery] the launcher has made it.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from onecopy.errors import SettingsError, WriteError
 
@@ -21,14 +21,32 @@ class Record:
     """Numbers of one step.
 
     Attributes:
-        kind: "train" for a step, "evaluation" for an evaluation after it, "recovery" for a loss made good before it.
+        kind: "train" for a step, "evaluation" for an evaluation after it, "recovery" for a loss made good before it,
+            "slow" for a rank that did not answer for a while before it.
         step: counted from 1.
         values: by name. A name "memory/optimizer" is the part "optimizer" of "memory".
+        ranks: whom it is about, if not all.
     """
 
-    kind: Literal["train", "evaluation", "recovery"]
+    kind: Literal["train", "evaluation", "recovery", "slow"]
     step: int
     values: Mapping[str, float]
+    ranks: tuple[int, ...] = ()
+
+
+EVENT_VALUES: Final = {
+    "recovery": {
+        "ranks": "Who was lost and came back.",
+        "seconds": "From the moment in which the loss was noticed until all ranks had their slices.",
+        "lost_seconds": "What the loss cost: `seconds`, and the work that was done over.",
+    },
+    "slow": {
+        "ranks": "Who did not answer for more than half of `recovery.heartbeat`.",
+        "seconds": "For how long.",
+        "given_up": "1 if another process took its place, which is a line of kind `recovery` too; 0 if it came back.",
+    },
+}
+"""What `metrics.jsonl` holds of an event, by its kind and by name, and what each value means."""
 
 
 @contextmanager
@@ -66,6 +84,8 @@ class JsonLines:
 
     def write(self, record: Record) -> None:
         line: dict[str, Any] = {"kind": record.kind, "step": record.step}
+        if record.ranks:
+            line["ranks"] = list(record.ranks)
         for name, value in record.values.items():
             whole, _, part = name.partition("/")
             if part:

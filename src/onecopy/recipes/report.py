@@ -10,6 +10,7 @@ from torch import nn
 from onecopy.recipes.account import Summary
 from onecopy.recipes.config import Config
 from onecopy.recipes.metrics import Record
+from onecopy.report import words
 from onecopy.stage import Stage
 
 
@@ -43,9 +44,11 @@ class Report:
         if record.kind == "evaluation":
             self._console.print(f"step {record.step}/{self._steps}  validation loss {record.values['loss']:.4f}")
             return
-        if record.kind == "recovery":
-            lost, seconds = record.values["ranks"], record.values["seconds"]
-            self._console.print(f"step {record.step}/{self._steps}  {lost:.0f} lost rank(s) back after {seconds:.2f} s")
+        if record.kind in ("recovery", "slow"):
+            seconds = record.values.get("lost_seconds", record.values["seconds"])
+            given_up = record.values.get("given_up") == 1
+            happened = words.event(record.kind, words.ranks(record.ranks), seconds, given_up=given_up)
+            self._console.print(f"step {record.step}/{self._steps}  {happened}", soft_wrap=True)
             return
         line = self._line(record)
         self._progress.update(self._task, completed=record.step, description=line)

@@ -24,7 +24,7 @@ from onecopy.recipes.report import Report, plain_console, print_start, print_sum
 from onecopy.recipes.schedule import Schedules, build_optimizers
 from onecopy.recipes.settings import dump
 from onecopy.recipes.sharded import shard_as
-from onecopy.recipes.steps import make_steps
+from onecopy.recipes.steps import Events, make_steps
 from onecopy.recipes.stop import StopRequest
 from onecopy.recipes.watch import Watch
 from onecopy.recipes.world import World
@@ -98,7 +98,7 @@ def train(config: Config, world: World) -> bool:
                     evaluated = step
                     write(record)
 
-        told = 0
+        events = Events(run)
         for step, micro_batches in run.loop(batches_from):
             with run:
                 finish_step()
@@ -122,9 +122,8 @@ def train(config: Config, world: World) -> bool:
                 record = account.step_done(step, loss_sum / world.size, learning_rate, norm, skipped=not finite)
             if progress["step"] != step:
                 continue
-            for repair in run.repairs[told:]:
-                write(Record("recovery", step, {"seconds": repair.seconds, "ranks": float(len(repair.ranks))}))
-            told = len(run.repairs)
+            for event in events.before(step) if world.rank == 0 else ():
+                write(event)
             if step % config.run.log_every == 0 or step in (1, steps) or not finite:
                 write(record)
             watch.check()

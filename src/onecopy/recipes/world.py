@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from onecopy.comm.mesh import Axis, make_mesh
 from onecopy.memory.staging import Staging
 from onecopy.observe.ledger import Ledger
 from onecopy.resilience.meeting import join as join_job
+from onecopy.resilience.meeting import store_of_torchrun
 from onecopy.resilience.membership import membership
 
 T = TypeVar("T")
@@ -90,19 +91,6 @@ class World:
 _axes: dict[dist.ProcessGroup | None, Axis] = {}
 
 
-def _store(limit: timedelta) -> Any:
-    """Where ranks find each other."""
-    address, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
-    # torchrun's agent keeps one store for all attempts of a job, and with it the addresses of ranks that have ended.
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    first = os.environ["RANK"] == "0"
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        address, int(port), int(size), is_master=first and not agents, timeout=limit
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-
-
 @contextmanager
 def join(device: str, timeout: float) -> Iterator[World]:
     """Join the ranks that torchrun or the launcher of `onecopy run` started, and leave them again if all went well.
@@ -122,7 +110,11 @@ def join(device: str, timeout: float) -> Iterator[World]:
     if size > 1 and not dist.is_initialized():
         limit = timedelta(seconds=timeout)
         dist.init_process_group(
-            dist.get_default_backend_for_device(own), timeout=limit, store=_store(limit), rank=rank, world_size=size
+            dist.get_default_backend_for_device(own),
+            timeout=limit,
+            store=store_of_torchrun(limit),
+            rank=rank,
+            world_size=size,
         )
     yield World(rank, local_rank, size, own)
     if size > 1:

@@ -35,6 +35,7 @@ def figures(run: Run) -> dict[str, Any]:
             **{key: curve(run.steps, key) for key in ("loss", "tokens_per_second", "gradient_norm", "learning_rate")},
             "validation": curve(run.evaluations, "loss"),
         },
+        "events": [(event.step, event.kind, event.seconds, event.words) for event in run.events],
         "traces": [_trace(trace, kinds) for trace in run.traces],
     }
 

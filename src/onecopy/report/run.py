@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from onecopy.errors import SettingsError
+from onecopy.report import words
 from onecopy.untrusted import parse_json, read_json
 
 LANES: Final = ("compute", "gather", "reduce", "wait")
@@ -81,6 +82,23 @@ class Trace:
         return total
 
 
+@dataclass(frozen=True)
+class Happened:
+    """What happened to ranks.
+
+    Attributes:
+        step: before which it happened.
+        kind: "recovery", they were lost and came back from their peers' memory; "slow", they did not answer.
+        seconds: that the loss cost, or for which there was no answer.
+        words: all of it.
+    """
+
+    step: int
+    kind: str
+    seconds: float
+    words: str
+
+
 @dataclass
 class Run:
     """What was found.
@@ -89,7 +107,7 @@ class Run:
         config: the settings, by section and key.
         steps: metrics of training steps.
         evaluations: metrics of evaluations.
-        repairs: losses of ranks that were made good, before the step that they name.
+        events: ranks that were lost and came back, or were slow, in order of the steps before which it happened.
         summary: the run in numbers.
         machine: what it ran on.
         traces: one for each rank that left one, in order of ranks.
@@ -100,7 +118,7 @@ class Run:
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    repairs: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Happened] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
     traces: list[Trace] = field(default_factory=list)
@@ -175,7 +193,10 @@ def _read_metrics(run: Run) -> None:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             record: Any = parse_json(line.encode())
-            rows = {"train": run.steps, "evaluation": run.evaluations, "recovery": run.repairs}[record["kind"]]
+            if record["kind"] in ("recovery", "slow"):
+                run.events.append(_happened(record))
+                continue
+            rows = {"train": run.steps, "evaluation": run.evaluations}[record["kind"]]
             rows.append({**record, "step": int(record["step"])})
         except (ValueError, KeyError, TypeError, OverflowError):
             broken += 1
@@ -183,6 +204,14 @@ def _read_metrics(run: Run) -> None:
         run.notes["metrics"] = f"{broken} line(s) of metrics.jsonl cannot be read and are left out."
     elif not run.steps:
         run.notes["metrics"] = "metrics.jsonl is empty: no step was recorded."
+
+
+def _happened(record: dict[str, Any]) -> Happened:
+    kind, step = record["kind"], int(record["step"])
+    seconds = number(record.get("lost_seconds", record["seconds"])) or 0.0
+    found = record.get("ranks")
+    who = words.ranks([int(rank) for rank in found]) if isinstance(found, list) else "a rank"
+    return Happened(step, kind, seconds, words.event(kind, who, seconds, given_up=record.get("given_up") == 1))
 
 
 def _read_traces(run: Run) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from onecopy.report.figures import label
 from onecopy.report.run import LANES, Run, Trace, number, partly_counted, steps_with_activations
@@ -74,12 +74,21 @@ def headline(run: Run) -> str:
         parts.append(f"{run.steps[-1]['step']} steps")
     if found.get("interrupted"):
         parts.append("stopped by a signal")
-    if run.repairs:
-        lost = sum(number(repair.get("seconds")) or 0.0 for repair in run.repairs)
-        steps = ", ".join(str(repair["step"]) for repair in run.repairs[:10])
-        more = f" and {len(run.repairs) - 10} more" if len(run.repairs) > 10 else ""
-        parts.append(f"lost ranks came back before steps {steps}{more}, which took {lost:.2f} s")
+    if lost := [event for event in run.events if event.kind == "recovery"]:
+        times = "once" if len(lost) == 1 else f"{len(lost)} times"
+        parts.append(f"ranks lost {times}, which cost {sum(event.seconds for event in lost):.2f} s")
     return ", ".join(parts)
+
+
+_MOST_EVENTS: Final = 50
+
+
+def events(run: Run) -> Table | None:
+    """What happened to ranks; of very much, what took longest."""
+    longest = sorted(run.events, key=lambda event: -event.seconds)[:_MOST_EVENTS]
+    rows = [[str(event.step), event.words] for event in run.events if event in longest]
+    left = f", the {_MOST_EVENTS} longest of {len(run.events)}" if len(run.events) > _MOST_EVENTS else ""
+    return Table(f"Lost and slow ranks{left}", ["before step", ""], rows) if rows else None
 
 
 def traffic(run: Run) -> Table | None:
@@ -123,6 +132,13 @@ def _lane_row(trace: Trace) -> list[str]:
     share = seconds["wait"] / trace.seconds if trace.seconds else 0.0
     sent = sum(event.bytes for event in trace.events)
     return [str(trace.rank), *map(milliseconds, seconds.values()), f"{share:.1%}", count(sent)]
+
+
+def made_again(run: Run) -> str:
+    """What happened to ranks before the recorded step was made; its trace begins after it."""
+    steps = {trace.step for trace in run.traces}
+    found = [f"{event.words} before step {event.step} was made" for event in run.events if event.step in steps]
+    return f"The timeline begins after what happened before: {'; '.join(found)}." if found else ""
 
 
 def peaks(run: Run) -> Table | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -30,6 +31,24 @@ def difference(measured: float, expected: float) -> str:
     if not expected:
         return "not expected"
     return f"{(measured - expected) / expected:+.2%}"
+
+
+def ranks(numbers: Sequence[object]) -> str:
+    """Ranks by their numbers."""
+    return f"rank{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def event(kind: str, who: str, seconds: float, *, given_up: bool = False) -> str:
+    """What happened to ranks.
+
+    Args:
+        kind: "recovery", ranks were lost and came back; "slow", a rank did not answer.
+        who: the ranks in words.
+        seconds: that the loss cost, or for which there was no answer.
+    """
+    if kind == "recovery":
+        return f"{who} lost and replaced, {seconds:,.2f} s lost"
+    return f"{who} slow for {seconds:,.2f} s{', given up' if given_up else ''}"
 
 
 def setting(value: Any) -> str:

@@ -12,6 +12,7 @@ prepared (`settling.py`). So what one rank has done is done by all, and what non
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -56,6 +57,12 @@ class Commits:
         self.grows = False
         self._engine, self._holdings, self._top, self._saves = engine, holdings, top, saves
         self._pending: Callable[[], None] | None = None
+        # The version that an attempt at a step began with, and when.
+        self._attempt, self._attempt_began = -1, time.time()
+
+    def begin_attempt(self) -> None:
+        """What is done from now on is lost, if nobody commits it."""
+        self._attempt, self._attempt_began = self.version, time.time()
 
     def step(self, values: tuple[float, ...], *, update: bool) -> None:
         """Make a step.
@@ -150,7 +157,7 @@ class Commits:
             try:
                 self._engine.mesh.reconnect(mesh)
                 self._holdings.connect()
-                standings = self._settle()
+                standings = self._settle(began)
                 self._engine.meet_anew()
                 all_come(self._holdings.world)
             except RecoveryError as error:
@@ -164,19 +171,26 @@ class Commits:
         # Where a rank was lost in a save, some may hold it for made.
         self._saves.newest = min((standing.saved for standing in standings if standing.knows), default=0)
         self.grows = False
-        self.repairs.append(repaired(earlier, member, self.steps, began, met))
+        since = min(began, *(standing.since for standing in standings))
+        self.repairs.append(repaired(earlier, member, self.steps, since, began, met))
+        # A loss before the next attempt begins loses nothing that this one has not counted.
+        self._attempt_began = self.repairs[-1].settled
         if earlier is not None:
             _log.warning("%s", self.repairs[-1])
         reach("settled")
 
-    def _settle(self) -> list[Standing]:
+    def _settle(self, began: float) -> list[Standing]:
         holdings = self._holdings
         reach("vote")
+        found = self.version
+        since = self._attempt_began if found == self._attempt else began
         version, cut = reach_the_highest(
             holdings.world, self.version, holdings.cut, catch_up=self._catch_up, switch=self._switch
         )
         place = self._engine.mesh.shard.rank
-        own = Standing(self.version, self._top.is_informed, place, self._saves.newest, holdings.seat)
+        if found != version:
+            since = math.inf
+        own = Standing(self.version, self._top.is_informed, place, self._saves.newest, holdings.seat, since)
         standings = holdings.world.exchange_objects(own)
         holdings.take(standings, version, cut)
         self.version = version

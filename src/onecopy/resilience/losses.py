@@ -22,13 +22,16 @@ class Repair:
         ranks: that were lost.
         number: ranks from then on.
         joined: how many of them are new.
-        began, met, settled: Unix times in seconds: the loss was noticed here, the ranks had met, they had their slices.
+        since: Unix time in seconds from which work is lost: the begin of the attempt that is made again, or where the
+            step was committed, the moment in which the first rank noticed the loss.
+        began, met, settled: likewise: the loss was noticed here, the ranks had met, they had their slices.
     """
 
     step: int
     ranks: tuple[int, ...]
     number: int
     joined: int
+    since: float
     began: float
     met: float
     settled: float
@@ -37,6 +40,11 @@ class Repair:
     def seconds(self) -> float:
         """From the loss until all ranks had their slices."""
         return self.settled - self.began
+
+    @property
+    def lost(self) -> float:
+        """Seconds that the loss cost the job: `seconds`, and the work that is done over."""
+        return self.settled - self.since
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
@@ -70,7 +78,9 @@ def is_loss(error: BaseException) -> bool:
     return False
 
 
-def repaired(earlier: Generation | None, member: Membership, step: int, began: float, met: float) -> Repair:
+def repaired(
+    earlier: Generation | None, member: Membership, step: int, since: float, began: float, met: float
+) -> Repair:
     """What has come of a loss since an earlier generation; it is made good now.
 
     Args:
@@ -84,4 +94,4 @@ def repaired(earlier: Generation | None, member: Membership, step: int, began: f
     else:
         lost = tuple(number for number, process in enumerate(earlier.members) if process not in now.members)
         joined = sum(process not in earlier.members for process in now.members)
-    return Repair(step, lost, len(now.members), joined, began, met, time.time())
+    return Repair(step, lost, len(now.members), joined, since, began, met, time.time())

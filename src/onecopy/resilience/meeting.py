@@ -62,7 +62,9 @@ def join(timeout: float = 300.0) -> None:
     if member is None:
         if "RANK" in os.environ and not dist.is_initialized():
             _choose_device()
-            dist.init_process_group(backend, timeout=limit)
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = store_of_torchrun(limit)
+            dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=size)
         return
     generation = member.await_place()
     members = generation.members
@@ -70,8 +72,8 @@ def join(timeout: float = 300.0) -> None:
         # It is to make them more, once its script has come to its loop.
         members = (*members, member.process)
     rank = members.index(member.process)
-    os.environ["LOCAL_RANK"] = str(rank)
     _tell_place(rank, len(members))
+    os.environ["LOCAL_RANK"] = str(rank % int(os.environ["LOCAL_WORLD_SIZE"]))
     _choose_device()
     if generation.fresh:
         member.now = generation
@@ -86,8 +88,23 @@ def join(timeout: float = 300.0) -> None:
 
 
 def _tell_place(rank: int, ranks: int) -> None:
-    """What torchrun would tell, as it is now."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    """What torchrun would tell, as it is now. Their number changes on one host alone."""
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+
+
+def store_of_torchrun(limit: timedelta) -> Any:
+    """Where ranks that torchrun, or somebody with its variables, has started find each other."""
+    address, port, size = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    # torchrun's agent keeps one store for all attempts of a job, and with it the addresses of ranks that have ended.
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    first = os.environ["RANK"] == "0"
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address, int(port), int(size), is_master=first and not agents, timeout=limit
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
 
 
 def _choose_device() -> None:

@@ -12,6 +12,7 @@ lies in the store, below the number of the attempt:
     over              an exit code: all end, for a reason that would come again
     ready/PROCESS     its script has come to its loop, and it is in no generation yet
     more/G            there are such, and the ranks of G may let them in between two steps
+    slow/I            the I-th time that a rank was slow: it did not answer for a while
 """
 
 from __future__ import annotations
@@ -59,6 +60,23 @@ class Generation:
     fewest: int
 
 
+@dataclass(frozen=True)
+class Slow:
+    """A rank that did not answer for more than half of the heartbeat's limit.
+
+    Attributes:
+        rank: which.
+        seconds: for how long.
+        until: Unix time in seconds, when it answered again or was given up.
+        given_up: another process took its place.
+    """
+
+    rank: int
+    seconds: float
+    until: float
+    given_up: bool
+
+
 class Membership:
     """This process as the launcher knows it.
 
@@ -79,7 +97,9 @@ class Membership:
         self.newest = -1
         self.makes_more = False
         self.cutter = Cutter()
-        if float(beat) > 0:
+        self._beats = float(beat) > 0
+        self._slow: list[Slow] = []
+        if self._beats:
             arguments = (self.connect(), float(beat))
             threading.Thread(target=self._beat, args=arguments, name="onecopy-beat", daemon=True).start()
 
@@ -146,6 +166,12 @@ class Membership:
             time.sleep(_A_LOOK)
             count = self.store.add(f"here/{number}", 0)
         return True
+
+    def slow(self) -> list[Slow]:
+        """Ranks that the launcher has found slow so far."""
+        while self._beats and self.store.check([f"slow/{len(self._slow)}"]):
+            self._slow.append(Slow(**json.loads(self.store.get(f"slow/{len(self._slow)}"))))
+        return self._slow
 
     def begin(self) -> None:
         """Say that this rank holds its slices, and another one can bring it back from now on."""

@@ -31,7 +31,7 @@ from onecopy.resilience.commits import Again, Commits
 from onecopy.resilience.dividing import MicroBatch, divide
 from onecopy.resilience.holdings import Holdings
 from onecopy.resilience.losses import Repair, is_loss
-from onecopy.resilience.membership import membership
+from onecopy.resilience.membership import Slow, membership
 from onecopy.resilience.points import reach
 from onecopy.resilience.saves import Saves
 from onecopy.resilience.settling import all_come
@@ -72,6 +72,7 @@ class Run:
         )
         self._commits = Commits(engine, self._holdings, self._top, self._saves)
         self._begun = False
+        self._part_since = 0.0
         # The version that this attempt at a step began with.
         self._attempt = -1
         self._closes = False
@@ -98,6 +99,13 @@ class Run:
     def repairs(self) -> list[Repair]:
         """The losses that were made good while this process was a rank."""
         return self._commits.repairs
+
+    @property
+    def slow(self) -> list[Slow]:
+        """Ranks that did not answer for half of the heartbeat's limit, while this process was a rank."""
+        member = membership()
+        found = [] if member is None else member.slow()
+        return [slow for slow in found if slow.until >= self._part_since]
 
     @property
     def total(self) -> list[float]:
@@ -153,6 +161,7 @@ class Run:
         self._optimizer.zero_grad()
         self._top.begin_attempt()
         self._attempt = self._commits.version
+        self._commits.begin_attempt()
         self._closes = closes
 
     def _next_loop(self) -> int:
@@ -247,6 +256,7 @@ class Run:
             self._commits.version = self._holdings.cut = -1
             self._top.is_informed = False
             self._commits.recover()
+            self._part_since = self.repairs[0].since
             return
         self._holdings.connect()
         world = self._holdings.world

@@ -13,6 +13,7 @@ Whatever fails meanwhile, all meet again and begin here anew; what was done is n
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Standing:
         place: on the shard axis, as ranks have met now.
         saved: steps that the last checkpoint in whose making it took part to the end has.
         seat: for which its slices were cut.
+        since: Unix time in seconds from which its work is lost; inf where it was behind others, or new.
     """
 
     version: int
@@ -82,6 +84,7 @@ class Standing:
     place: int
     saved: int = 0
     seat: Seat | None = None
+    since: float = math.inf
 
 
 class Transfer(NamedTuple):

@@ -109,7 +109,7 @@ def _run(order: dict[str, Any]) -> None:
     """Be the process that was asked for: run the script, and tell how it ended."""
     os.environ.update(order["environment"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // int(os.environ["WORLD_SIZE"])))
+    torch.set_num_threads(max(1, cores // int(os.environ["LOCAL_WORLD_SIZE"])))
     member = membership()
     assert member is not None
     module, script, *arguments = order["arguments"]

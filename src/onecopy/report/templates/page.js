@@ -37,6 +37,7 @@ function drawMemorySteps() {
     title: (step) => `step ${plain(step)}`,
     line,
     lineName: "whole process",
+    events: data.events,
   });
 }
 
@@ -70,11 +71,20 @@ function drawTraffic() {
   drawCurve(host("traffic-steps"), {
     points: sent, name: "sent", words: bytes, axisWords: (high) => inUnits(BYTES, high), fromZero: true, height: 190,
     also: after_evaluation, dot: ["ring", "sent, with evaluation"],
-    dashed: formula ?? undefined, dashedName: "formula",
+    dashed: formula ?? undefined, dashedName: "formula", events: data.events,
   });
 }
 
+// Over the steps that the other charts have.
+function drawLosses() {
+  const { events, training } = data;
+  const steps = [...events, ...training.loss].map(([step]) => step);
+  const [first, last] = [steps.reduce((a, b) => Math.min(a, b)), steps.reduce((a, b) => Math.max(a, b))];
+  drawEvents(host("events-steps"), events, first < last ? [first, last] : [first - 0.5, last + 0.5]);
+}
+
 function draw() {
+  if (host("events-steps")) drawLosses();
   if (host("memory-steps")) drawMemorySteps();
   if (host("traffic-steps")) drawTraffic();
   if (host("timeline")) {
@@ -83,9 +93,9 @@ function draw() {
   }
   if (host("memory-step")) drawMemoryStep();
   if (host("loss")) {
-    const { training } = data;
-    drawCurve(host("loss"), { points: training.loss, name: "loss", words: plain, also: training.validation, dot: ["dot", "validation loss"] });
-    drawCurve(host("speed"), { points: training.tokens_per_second, name: "tokens per second", words: plain, fromZero: true });
+    const { training, events } = data;
+    drawCurve(host("loss"), { points: training.loss, name: "loss", words: plain, also: training.validation, dot: ["dot", "validation loss"], events });
+    drawCurve(host("speed"), { points: training.tokens_per_second, name: "tokens per second", words: plain, fromZero: true, events });
     drawCurve(host("gradient-norm"), { points: training.gradient_norm, name: "gradient norm", words: plain, fromZero: true });
     drawCurve(host("learning-rate"), { points: training.learning_rate, name: "learning rate", words: plain, fromZero: true });
   }

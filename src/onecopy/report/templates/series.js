@@ -17,8 +17,52 @@ function range(points) {
 
 const present = (points) => points.filter(([, y]) => y !== null);
 
+// What happened to ranks: [step, kind, seconds, words].
+const eventColor = (kind) => (kind === "recovery" ? "var(--l-wait)" : "var(--c-activations)");
+
+function markEvents(area, events, X, height) {
+  for (const [step, kind, , words] of events) {
+    const line = svg("line", { class: "happened", x1: X(step), x2: X(step), y1: 0, y2: height, style: `stroke: ${eventColor(kind)}` });
+    line.append(svg("title", {}, words));
+    area.append(line);
+  }
+}
+
+const eventRows = (events, at) => events.filter(([step]) => step === at).map(([, kind, , words]) => [eventColor(kind), words, ""]);
+
+// A mark for each event at its step, as high as it took seconds. `x`: the steps shown.
+function drawEvents(host, events, x) {
+  const high = events.reduce((most, [, , seconds]) => Math.max(most, seconds), 0) || 1;
+  plot(host, {
+    height: 150,
+    x,
+    y: [0, high * 1.15],
+    xWords: plain,
+    yWords: (value) => `${plain(value)} s`,
+    name: `${events.length} events, steps ${events[0][0]} to ${events.at(-1)[0]}, up to ${plain(high)} s; they are in the table below.`,
+    stops: [...new Set(events.map(([step]) => step))],
+    draw(area, X, Y) {
+      for (const [step, kind, seconds, words] of events) {
+        const [across, up] = [X(step), Y(seconds)];
+        const style = `stroke: ${eventColor(kind)}`;
+        area.append(svg("line", { class: "stem", x1: across, x2: across, y1: Y(0), y2: up, style }));
+        const mark = kind === "recovery"
+          ? svg("path", { d: `M${across} ${up - 6}l6 6l-6 6l-6 -6Z`, style: `fill: ${eventColor(kind)}` })
+          : svg("circle", { class: "ring", r: 4, cx: across, cy: up, style });
+        mark.dataset.event = kind;
+        mark.append(svg("title", {}, words));
+        area.append(mark);
+      }
+    },
+    tip(value) {
+      const at = events[nearest(events, value, ([step]) => step)][0];
+      return { at, title: `step ${plain(at)}`, rows: eventRows(events, at) };
+    },
+  });
+}
+
 // A curve over steps. `given`: points, name, words, fromZero; and where wanted: also (points as dots), dot (their class
-// and name), dashed (a height, or a list of points), dashedName.
+// and name), events, dashed (a height, or a list of points), dashedName.
 function drawCurve(host, given) {
   const known = present(given.points), also = present(given.also ?? []);
   if (!known.length && !also.length) {
@@ -42,6 +86,7 @@ function drawCurve(host, given) {
       + (missing ? ` ${missing} values are no finite numbers.` : ""),
     stops: [...new Set(steps.map(([step]) => step))],
     draw(area, X, Y) {
+      markEvents(area, given.events ?? [], X, given.height ?? 200);
       area.append(svg("path", { class: "series", d: linePath(given.points, X, Y) }));
       if (typeof given.dashed === "number") {
         area.append(svg("line", { class: "dashed", x1: 0, x2: 1e5, y1: Y(given.dashed), y2: Y(given.dashed) }));
@@ -59,14 +104,14 @@ function drawCurve(host, given) {
       if (line !== undefined) rows.push(["var(--accent)", given.name, line === null ? "not finite" : given.words(line)]);
       if (dot !== undefined) rows.push([given.dot[0] === "dot" ? "var(--c-activations)" : "var(--accent)", given.dot[1], given.words(dot)]);
       if (typeof given.dashed === "number") rows.push(["var(--ink)", given.dashedName, given.words(given.dashed)]);
-      return { at, title: `step ${plain(at)}`, rows };
+      return { at, title: `step ${plain(at)}`, rows: [...rows, ...eventRows(given.events ?? [], at)] };
     },
   });
 }
 
 // Stacked areas; a size holds until the next. `given`: stacks ([x, sizes]), categories, hidden, x, end (of the last size),
 // xWords, name, title(x); and where wanted: lead (how far before its x a size begins; the cursor then snaps to each x),
-// line (points of a dashed line), lineName, mark (an x), zoom.
+// line (points of a dashed line), lineName, mark (an x), events, zoom.
 function drawStack(host, given) {
   const shown = given.categories.map((category, place) => ({ ...category, place })).filter(({ key }) => !given.hidden.has(key));
   const { stacks } = given;
@@ -99,6 +144,7 @@ function drawStack(host, given) {
         below = above;
       }
       if (line.length) area.append(svg("path", { class: "dashed", d: linePath(line.length > 1 ? line : given.x.map((x) => [x, line[0][1]]), X, Y), "data-category": "process" }));
+      markEvents(area, given.events ?? [], X, Y(0));
       if (given.mark !== undefined) area.append(svg("line", { class: "peak", x1: X(given.mark), x2: X(given.mark), y1: 0, y2: Y(0) }));
     },
     tip(x) {
@@ -110,7 +156,7 @@ function drawStack(host, given) {
       if (shown.length > 1) rows.push(["transparent", "together", bytes(total(stacks[place]))]);
       const outline = line.find(([step]) => step === at);
       if (outline) rows.push(["var(--ink)", given.lineName, bytes(outline[1] ?? 0)]);
-      return { at, title: given.title(at), rows };
+      return { at, title: given.title(at), rows: [...rows, ...eventRows(given.events ?? [], at)] };
     },
   });
 }
