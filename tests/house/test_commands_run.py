@@ -48,7 +48,7 @@ FORMS: Final = [
     Form("onecopy train --print-config", shows="learning_rate"),
     # Elsewhere.
     Form("pip install .*", reason="`.ci/run` installs in a new environment"),
-    Form("pytest.*", reason="is what runs this; `test_commands.py` has it select tests"),
+    Form("pytest.*", reason="is what runs this"),
     Form("onecopy train.*", reason="trains for a minute or more: `tests/cli/test_cli_train.py` runs its like"),
     Form("torchrun .*", reason="`test_pages.py` runs the program on two forked ranks; several hosts, or GPUs"),
     Form(
