@@ -6,11 +6,8 @@ Nothing is run here but parsers; `test_commands_run.py` runs them.
 from __future__ import annotations
 
 import io
-import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout
@@ -86,38 +83,6 @@ def _ask_the_script(_: int, script: str, options: list[str]) -> tuple[int, str]:
     ):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     return int(ended.value.code or 0), said.getvalue()
-
-
-_COLLECT = """
-import contextlib, io, json, sys
-import pytest
-
-found = []
-for words in json.load(sys.stdin):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code = pytest.main([*words, "--collect-only", "-q", "-p", "no:cacheprovider"])
-    found.append([int(code), said.getvalue()[-300:]])
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.long
-def test_pytest_commands_select_tests() -> None:
-    """Oracle: pytest's own collection, which ends with 5 where nothing is selected."""
-    asked = [command for command in _FOUND if command.words[0] == "pytest"]
-    done = subprocess.run(
-        [sys.executable, "-c", _COLLECT],
-        input=json.dumps([command.words[1:] for command in asked]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    for command, (code, said) in zip(asked, json.loads(done.stdout), strict=True):
-        assert code == 0, f"{command}: {said}"
 
 
 def test_commands_are_found() -> None:
