@@ -11,6 +11,7 @@ import runpy
 import sys
 import tomllib
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ def test_command_is_understood(command: Command) -> None:
             pass
         case ["python", script, *options]:
             assert (ROOT / script).is_file(), script
-            source = (ROOT / script).read_text(encoding="utf-8")
+            source = _source(ROOT / script)
             for option in options:
                 if option.startswith("--"):
                     assert f'"{option.partition("=")[0]}"' in source, f"{script} has no {option}"
@@ -54,6 +55,13 @@ def test_command_is_understood(command: Command) -> None:
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             for asked in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
                 assert set(asked.split(",")) <= set(extras)
+
+
+def _source(script: Path) -> str:
+    """A script's text, and that of the files beside it that it imports."""
+    own = script.read_text(encoding="utf-8")
+    beside = [script.with_name(f"{name}.py") for name in re.findall(r"^(?:import|from) (\w+)", own, re.MULTILINE)]
+    return "\n".join([own, *(path.read_text(encoding="utf-8") for path in beside if path.is_file())])
 
 
 def _check_onecopy(words: list[str]) -> None:
