@@ -58,6 +58,21 @@ def _nothing_is_left_behind() -> Iterator[None]:
     assert not folders, f"temporary folders left at the end of the tests: {folders}"
 
 
+_MOST_WORKERS: Final = 4
+"""Each takes some 1 GB, and its ranks as many cores as they are."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite runs in as many processes as there are cores; chosen files, or what takes long, in one."""
+    whole = config.args == config.getini("testpaths") and "not long" in config.option.markexpr
+    workers = min(_MOST_WORKERS, os.cpu_count() or 1) if whole else 1
+    if workers == 1:
+        return 0
+    # Tests of one file share what they have made.
+    config.option.dist = "loadfile"
+    return workers
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not any("::" in argument for argument in config.args):

@@ -45,6 +45,9 @@ GROUP_TIMEOUT = 25.0
 Join = Callable[[int, int, Path, float], None]
 """Makes the process group of a rank."""
 
+_OWN_THREADS = 2 if "PYTEST_XDIST_WORKER" in os.environ else 1
+"""Of a process that runs tests: a worker of pytest-xdist has one that waits for the next order, and holds no lock."""
+
 _GRACE = 6.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
 
@@ -106,7 +109,7 @@ def run_ranks(
     memory = transport == "memory" if transport else num_ranks != 3
     join = join or partial(_join, memory)
     threads = _count_threads(patience=5.0)
-    assert threads == 1, f"the parent of forked ranks runs {threads} threads: compute in a rank instead"
+    assert threads == _OWN_THREADS, f"the parent of forked ranks runs {threads} threads: compute in a rank instead"
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(prefix=f"onecopy-ranks-{os.getpid()}-") as folder:
@@ -281,9 +284,9 @@ def _join(memory: bool, rank: int, num_ranks: int, path: Path, group_timeout: fl
 def _count_threads(patience: float) -> int:
     """This process's threads. One that is just ending, such as a closed browser's, gets ``patience`` seconds for it."""
     if sys.platform != "linux":
-        return 1
+        return _OWN_THREADS
     deadline = time.monotonic() + patience
-    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+    while (threads := len(os.listdir("/proc/self/task"))) > _OWN_THREADS and time.monotonic() < deadline:
         time.sleep(0.05)
     return threads
 

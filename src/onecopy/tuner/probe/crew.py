@@ -20,8 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from onecopy.comm.objects import all_gather_objects
 from onecopy.tuner.candidate import Candidate
 from onecopy.tuner.probe.client import Host
 from onecopy.tuner.probe.order import Length, Limits, Order, Report
@@ -95,7 +97,7 @@ class Given(Crew):
         if self._own_group:
             dist.init_process_group("gloo", timeout=_PATIENCE)
         # Small values travel over the CPU, whatever backend the program's group has.
-        self._group: Any = None if self._own_group else dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._group: Any = dist.group.WORLD if self._own_group else dist.new_group(backend="gloo", timeout=_PATIENCE)
         self.size, self.device, self.leads = dist.get_world_size(), device, dist.get_rank() == 0
         self._rank = dist.get_rank()
         self._local = int(os.environ.get("LOCAL_RANK", self._rank))
@@ -104,9 +106,8 @@ class Given(Crew):
         self._host = Host(workload, self._threads)
 
     def share(self, value: T) -> T:
-        values = [value]
-        dist.broadcast_object_list(values, 0, group=self._group)
-        return values[0]
+        found: T = self._exchange(value if self.leads else None)[0]
+        return found
 
     def probe(self, candidate: Candidate, length: Length, limits: Limits) -> list[Report]:
         candidate, length, limits = self.share((candidate, length, limits))
@@ -115,9 +116,11 @@ class Given(Crew):
         own = self._host.probe(
             Order(candidate, [self._rank], local, self.size, meeting, self.device, threads, length, limits)
         )
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, own, group=self._group)
-        return [report for reports in found for report in reports]
+        return [report for reports in self._exchange(own) for report in reports]
+
+    def _exchange(self, own: Any) -> list[Any]:
+        """What every process has, in order of ranks."""
+        return all_gather_objects(own, self._group, self.size, torch.device("cpu"))
 
     def close(self) -> None:
         self._host.close()
