@@ -63,15 +63,22 @@ def everywhere(make: Callable[[], T], mesh: Mesh) -> T:
         made.append(make())
     except OffloadError as error:
         failed = error
+    axes = (*mesh.axes, mesh.tensor)
+    failures = float(failed is not None)
+    for axis in axes:
+        flag = torch.tensor([failures], device=axis.control_device)
+        if message := axis.combine(flag, "agree", maximum=True):
+            message.finish()
+        failures = float(flag[0])
+    if not failures:
+        return made[0]
     rank = dist.get_rank() if dist.is_initialized() else 0
     told = {} if failed is None else {rank: (failed.errno, failed.strerror)}
-    for axis in (*mesh.axes, mesh.tensor):
+    for axis in axes:
         told = {place: why for others in axis.exchange_objects(told) for place, why in others.items()}
     if failed is not None:
         raise failed
-    if told:
-        first = min(told)
-        raise OffloadError(
-            told[first][0], f"rank {first} has no room for the states that it should offload: {told[first][1]}"
-        )
-    return made[0]
+    first = min(told)
+    raise OffloadError(
+        told[first][0], f"rank {first} has no room for the states that it should offload: {told[first][1]}"
+    )
