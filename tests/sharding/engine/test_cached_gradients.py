@@ -5,6 +5,8 @@ As the cached losses of SentenceTransformers do. Oracle: one process, with the m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,40 +47,32 @@ def make() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
 
 
+def plain_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def train_like_twin(rank: int, stage: int, losses: Sequence[Callable[[nn.Module, Tensor], Tensor]]) -> None:
+    """Train a sharded model with a loss for each step, and hold its weights against those of one process."""
+    twin, model = seeded(make), onecopy.shard(seeded(make), stage, units=["0", "1", "2"])
+    theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (twin, model))
+    for step, loss in enumerate(losses):
+        for other in range(2):
+            (loss(twin, rows(step, other)) / 2).backward()
+        loss(model, rows(step, rank)).backward()
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(gathered_weights(model), whole_weights(twin))
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @one_fork
 def test_forwards_and_backwards_inside_a_backward_train_like_twin(stage: int) -> Forked:
-    def run(rank: int) -> None:
-        twin, model = seeded(make), onecopy.shard(seeded(make), stage, units=["0", "1", "2"])
-        theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (twin, model))
-        for step in range(STEPS):
-            for other in range(2):
-                (cached_loss(twin, rows(step, other)) / 2).backward()
-            cached_loss(model, rows(step, rank)).backward()
-            for optimizer in (theirs, ours):
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same_weights(gathered_weights(model), whole_weights(twin))
-
-    yield On(2, run)
+    yield On(2, lambda rank: train_like_twin(rank, stage, [cached_loss] * STEPS))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @one_fork
 def test_a_usual_step_follows_a_cached_one(stage: int) -> Forked:
     """What one backward left to its end, the next sends as it comes."""
-
-    def run(rank: int) -> None:
-        twin, model = seeded(make), onecopy.shard(seeded(make), stage, units=["0", "1", "2"])
-        theirs, ours = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (twin, model))
-        for step in range(3):
-            loss = cached_loss if step == 1 else lambda m, batch: m(batch).square().mean()
-            for other in range(2):
-                (loss(twin, rows(step, other)) / 2).backward()
-            loss(model, rows(step, rank)).backward()
-            for optimizer in (theirs, ours):
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_same_weights(gathered_weights(model), whole_weights(twin))
-
-    yield On(2, run)
+    yield On(2, lambda rank: train_like_twin(rank, stage, [plain_loss, cached_loss, plain_loss]))
